@@ -1,20 +1,22 @@
 """Measure how much accuracy the stages after the search recover, on the bundled model or on a real pretrained one.
 
-    python benchmarks/reconstruct.py --model demo|realbench [--realbench DIR] --bits w2a2 w3a3 w4a4
-        [--stages search correction reconstruction end-to-end] [--images 32 128 1024] [--seeds 3] [--first 0]
-        [--work DIR] [--json FILE]
+    python benchmarks/reconstruct.py --model demo|realbench|deit_tiny:FOLDER [--realbench DIR] --bits w2a2 w3a3 w4a4
+        [--stages search correction reconstruction end-to-end end-to-end-alone] [--images 32 128 1024] [--seeds 3]
+        [--first 0] [--work DIR] [--json FILE]
 
 The search is the search of `adalog` on 32 images, and the further stages are the stages of `adalog++`:
 
 - correction: runs once for each number of images of --images. The first 32 images are the images of the search.
 - reconstruction (of blocks): starts from the correction with the most images, and uses the same images.
 - end-to-end: starts from the reconstruction of blocks, and uses the same images.
+- end-to-end-alone: the same training, but starts from the correction with the most images. Only if it is asked for.
 
 The models are:
 
 - demo: the bundled model. The images are a random subset of 1,024 training images. Results are for 2,000 test images.
 - realbench: TinyViT (see `realbench.py`). The images are a random subset of the 1,000 support images. Results are for
   the 1,000 queries.
+- NAME:FOLDER: a classifier (see `realbench.py`), with the same images.
 
 Labels are used only to evaluate. Each row has the CPU seconds of its stage alone, on one thread. The script prints one
 JSON object and saves it as benchmarks/results/reconstruct-MODEL.json. --work DIR keeps finished rows and the finished
@@ -60,6 +62,7 @@ from adalog.version import source_hash
 IMAGES = 32  # number of images of the search
 _MEMORY = MEMORY // 2  # bytes that a calibration allows a stage by default
 STAGES = ("search", "correction", "reconstruction", "end-to-end")
+ALONE = "end-to-end-alone"
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def load_case(name: str, folder: Path | None) -> Case:
             labels,
         )
     assert folder is not None
-    bench = RealBench.of(folder)
+    bench = RealBench.of(folder, None if name == "realbench" else name)
     return Case(
         bench.model,
         int(bench.support.sum()),
@@ -132,15 +135,15 @@ def load_case(name: str, folder: Path | None) -> Case:
 def choices_of(stage: str, images: int) -> Fitting:
     """Return the settings of `adalog++` for a stage after the search, with this number of images."""
     config = Config.preset("w4a4", "adalog++").with_fitted_images(images)
-    return dict(zip(STAGES[1:], config.stages, strict=True))[stage]
+    return dict(zip(STAGES[1:], config.stages, strict=True))["end-to-end" if stage == ALONE else stage]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("demo", "realbench"), default="demo")
+    parser.add_argument("--model", default="demo", help="demo, realbench (TinyViT) or NAME:FOLDER of a classifier")
     parser.add_argument("--realbench", type=Path, default=os.environ.get("ADALOG_REALBENCH"))
     parser.add_argument("--bits", nargs="+", default=["w2a2", "w3a3", "w4a4"])
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--stages", nargs="+", choices=(*STAGES, ALONE), default=STAGES)
     parser.add_argument("--images", nargs="+", type=int, default=[32, 128, 1024], help="numbers of images to fit")
     parser.add_argument("--seeds", type=int, default=1, help="number of random subsets of images")
     parser.add_argument("--first", type=int, default=0, help="seed of the first subset")
@@ -151,7 +154,7 @@ def main() -> None:
 
 def resumably(given: argparse.Namespace, measure: Callable[[argparse.Namespace, Path], None]) -> None:
     """Measure on one thread, with --work or a temporary folder; exit with a message if TinyViT is missing."""
-    if given.model == "realbench" and (given.realbench is None or not Path(given.realbench).is_dir()):
+    if given.model != "demo" and (given.realbench is None or not Path(given.realbench).is_dir()):
         print(f"skipped: folder {given.realbench} does not exist; pass --realbench DIR or set ADALOG_REALBENCH")
         sys.exit(0)
     torch.set_num_threads(1)
@@ -164,15 +167,16 @@ def resumably(given: argparse.Namespace, measure: Callable[[argparse.Namespace, 
 def measure(given: argparse.Namespace, work: Path) -> None:
     """Measure all rows, and publish them. work: the folder of finished rows and of finished parts of a row."""
     case = load_case(given.model, given.realbench and Path(given.realbench))
+    model = given.model.partition(":")[0]
     counts = sorted({min(images, case.pool) for images in given.images})
 
     def finished(name: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
-        return kept(work / f"{given.model}-{name}.json", {"model": given.model, **key}, make)
+        return kept(work / f"{model}-{name}.json", {"model": model, **key}, make)
 
     reference = torch.tensor(finished("fp32", {}, lambda: case.classes(case.model, 1).tolist()))
 
     def staged(name: str) -> Stage:
-        return Stage(work, f"{given.model}-{name}")
+        return Stage(work, f"{model}-{name}")
 
     @cache
     def searched(bits: str, seed: int) -> tuple[Calibration, Assigned, float]:
@@ -198,7 +202,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
     @cache
     def trained(bits: str, seed: int, images: int, stage: str) -> tuple[Assigned, float]:
         program = searched(bits, seed)[0].program
-        first = stage == "reconstruction"
+        first = stage in ("reconstruction", ALONE)
         start, _ = fitted(bits, seed, images) if first else trained(bits, seed, images, "reconstruction")
         running, drawn = staged(f"{bits}-{stage}-{images}-{seed}"), [case.drawn(images, seed)]
         choices, done = choices_of(stage, images), running.partial(drawn[0])
@@ -214,8 +218,8 @@ def measure(given: argparse.Namespace, work: Path) -> None:
             assigned, seconds = fitted(bits, seed, images)
         elif stage != "search":
             assigned, seconds = trained(bits, seed, images, stage)
-        model = QuantizedModel(calibration.build_program(assigned, Config.preset(bits)))
-        runs, executor, at_once = quickest(model, 1)
+        quantized = QuantizedModel(calibration.build_program(assigned, Config.preset(bits)))
+        runs, executor, at_once = quickest(quantized, 1)
         answers = case.classes(runs, at_once)
         result = score(answers, case.labels, reference)
         assert result.top1 is not None
@@ -236,7 +240,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
     for seed, bits in product(range(given.first, given.first + given.seeds), given.bits):
         kinds = [("search", IMAGES)] if "search" in given.stages else []
         kinds += [("correction", images) for images in counts if "correction" in given.stages]
-        kinds += [(stage, counts[-1]) for stage in STAGES[2:] if stage in given.stages]
+        kinds += [(stage, counts[-1]) for stage in (*STAGES[2:], ALONE) if stage in given.stages]
         for stage, images in kinds:
             key = {"config": Config.preset(bits).to_json(), "stage": stage, "images": images, "seed": seed}
             make = partial(measured, bits, seed, stage, images)
@@ -246,7 +250,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
     fp32 = float((reference == case.labels).double().mean())
     result = {"fp32": fp32, "judged": len(reference), "iterations": Reconstruction().iterations, "rows": rows}
     result["machine"] = machine()
-    publish(result, given.json or RESULTS / f"reconstruct-{given.model}.json")
+    publish(result, given.json or RESULTS / f"reconstruct-{model}.json")
 
 
 if __name__ == "__main__":

@@ -325,8 +325,9 @@ def test_reconstruct(tiny_demo, result_of, monkeypatch):
         "end-to-end": Reconstruction(**few, scope="model"),
     }
     monkeypatch.setattr(reconstruct, "choices_of", lambda stage, images: stages[stage])
-    result = result_of(reconstruct, "--bits", "w3a3", "--images", 8)
-    assert [row["stage"] for row in result["rows"]] == ["search", "correction", "reconstruction", "end-to-end"]
+    stages[reconstruct.ALONE] = stages["end-to-end"]
+    result = result_of(reconstruct, "--bits", "w3a3", "--images", 8, "--stages", *stages)
+    assert [row["stage"] for row in result["rows"]] == list(stages)
 
 
 def test_reconstruct_cost(tiny_timm, quick_presets, result_of):
