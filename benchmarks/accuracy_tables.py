@@ -73,11 +73,13 @@ def real_table() -> str:
         "against full precision, and against adalog at the same bits. `easyquant` was measured before ties of its "
         f"cosine went to the least squared error. {source('realbench')}"
     )
+    continues = "`adalog+` starts from the search of `adalog`, whose seconds do not count again. "
+    if not any(row["method"] == "adalog+" for row in result["rows"]):
+        continues = ""
     if renewed:
         note += (
             f" †: measured again later on {' and '.join(renewed)}; compare the seconds of these rows with one another "
-            "only. `adalog+` starts from the search of `adalog`, whose seconds do not count again. "
-            f"{source(*(path.stem for path in sorted(RESULTS.glob('realbench-renewed*.json'))))}"
+            f"only. {continues}{source(*(path.stem for path in sorted(RESULTS.glob('realbench-renewed*.json'))))}"
         )
     return f"{markdown_table(heads, lines)}\n\n{note}"
 

@@ -33,7 +33,7 @@ def measured(name: str) -> dict[str, Any]:
     """
     result = read(name)
     seed = result.get("seed")  # of rows without a seed of their own
-    files, added = sorted(RESULTS.glob(f"{name}-renewed*.json")), list[dict[str, Any]]()
+    files, added = sorted(RESULTS.glob(f"{name}-renewed*.json")), dict[str, dict[str, Any]]()
     places = {_identity(row, seed): index for index, row in enumerate(result.get("rows", []))}
     if files and len(places) < len(result["rows"]):
         raise ValueError(f"{name}.json has rows that differ only in measured values: add a field that tells them apart")
@@ -43,11 +43,13 @@ def measured(name: str) -> dict[str, Any]:
             place = places.get(_identity(row, seed))
             row["renewed"] = later["machine"]["processor"]
             if place is None:
-                added.append(row)
+                added[_identity(row, seed)] = row
             else:
                 result["rows"][place] = row
-    for row in added:
+    for identity, row in added.items():
         alike = [index for index, other in enumerate(result["rows"]) if other["bits"] == row["bits"]]
+        if not alike:
+            raise ValueError(f"{name}-renewed*.json have a row of bits that {name}.json lacks: {identity}")
         result["rows"].insert(alike[-1] + 1, row)
     return result
 

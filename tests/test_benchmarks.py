@@ -642,3 +642,6 @@ def test_rows_measured_again_take_the_place_of_earlier_ones(tmp_path, monkeypatc
     (tmp_path / "some-renewed-2.json").write_text(json.dumps({**later, "rows": [other]}))
     assert publish.measured("some")["rows"][1] == {**other, "renewed": "a later one"}
     assert len(publish.measured("some")["rows"]) == 3
+    (tmp_path / "some-renewed-3.json").write_text(json.dumps({**later, "rows": [{**rows[0], "bits": "w2a2"}]}))
+    with pytest.raises(ValueError, match="have a row of bits that some"):
+        publish.measured("some")

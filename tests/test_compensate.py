@@ -462,12 +462,38 @@ def test_a_correction_that_makes_the_whole_model_worse_changes_nothing(pool, sea
     assert all(one is other for (_, one), (_, other) in zip(before, after, strict=True))
 
 
+def test_a_value_without_images_is_quantized_wherever_it_is_read():
+    """The second and the third piece read a linear of a table: the SQNR that they record is that of the whole model."""
+
+    def function(m, x):
+        t = m.of_table(m.table.expand(x.shape[0], -1, -1))
+        x = m.stem(x)
+        x = x + m.one(x + t).tanh()
+        return m.head(x + m.two(x + t).tanh())
+
+    torch.manual_seed(0)
+    parts = {name: nn.Linear(8, 8) for name in ("of_table", "stem", "one", "two", "head")}
+    model = Toy(function, **parts, table=nn.Parameter(torch.randn(1, 6, 8))).eval()
+    images = torch.randn(12, 6, 8)
+    calibration = Calibration(model, images)
+    choices = Correction(compensate=False, robust=False)
+    found = corrected(calibration.program, [images], calibration.assign(LOW), choices)
+    values = [{}, {}]
+    for program, seen in zip((calibration.program, rewritten(calibration.program, found)), values, strict=True):
+        program.run([images], lambda node, args, value, seen=seen: seen.update({node.name: value}))
+    for group, assignment in found:
+        if group.name in ("one", "two"):
+            exact, given = (seen[group.nodes[0]].flatten(0, -2) for seen in values)
+            power = (exact - exact.mean(0)).square().sum() / (given - exact).square().sum()
+            assert assignment.sqnr == pytest.approx(10 * math.log10(power), abs=0.02)
+
+
 @pytest.mark.parametrize("worse", [True, False])
 def test_a_model_says_that_its_correction_was_not_applied(pool, searched, fast, monkeypatch, worse):
     calibration, _ = searched
     errors = [{"kl": 1.0}, {"kl": 2.0 if worse else 0.5}]
     monkeypatch.setattr(compensate, "output_errors", lambda *given: errors)
-    told = "not applied: correction: it does not lower the error of the model's output"
+    told = "not applied: the correction: it does not lower the error of the model's output"
     summary = calibration.quantize(replace(fast, stages=(Correction(images=6, compensate=False),))).summary()
     assert (told in summary) is worse
 

@@ -79,6 +79,23 @@ def test_outputs_are_measured_over_the_first_images(head, most, monkeypatch):
         assert other == pytest.approx(error(values, wanted), rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.parametrize("count", [5, 8])
+def test_images_need_not_be_the_first_dimension_of_an_output(count):
+    """In batches, of which the last may be smaller; a single value per image is not a logit."""
+    model = Toy(lambda m, x: (m.two(m.one(x)).transpose(0, 1), m.two(x)), one=nn.Linear(4, 4), two=nn.Linear(4, 1))
+    images = normal(count, 4).float()
+    calibration = Calibration(model.eval(), images)
+    program = calibration.program
+    quantized = rewritten(program, calibration.assign(CONFIG))
+    floats = Blocks(program, [images], find_pieces(program))
+    floats.batch = 3
+    (errors,) = output_errors(program, floats, [quantized])
+    pairs = zip(quantized.run([images]), program.run([images]), strict=True)
+    wanted = [relative_error(value.reshape(count, -1), exact.reshape(count, -1)) for value, exact in pairs]
+    assert errors == {"relative": pytest.approx(sum(wanted) / 2, rel=1e-4)}
+    assert errors["relative"] > 0
+
+
 def test_outputs_that_are_not_finite_have_an_infinite_error():
     model = Toy(lambda m, x: m.two(m.one(x)), one=nn.Linear(4, 4), two=nn.Linear(4, 3)).eval()
     calibration = Calibration(model, normal(8, 4).float())

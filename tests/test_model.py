@@ -236,19 +236,25 @@ def test_summary_tells_every_site_and_what_stays_float(quantized):
     assert not {"linear", "conv2d", "matmul"} & set(quantized.float_operations())
 
 
+ON = "of the outputs on the calibration images (at most 64)"
+
+
 @pytest.mark.parametrize(
     ("errors", "lines"),
     [
-        ({"kl": 0.0123}, ["KL divergence of the outputs on the 4 calibration images: 0.0123 nats"]),
-        ({"relative": 0.02}, ["relative squared error of the outputs on the 4 calibration images: 0.02"]),
-        ({"kl": 0.031}, ["KL divergence of the outputs on the 4 calibration images: 0.031 nats", "to lower it: "]),
+        ({"kl": 0.0123}, [f"KL divergence {ON}: 0.0123 nats"]),
+        ({"relative": 0.02}, [f"relative squared error {ON}: 0.02"]),
+        ({"kl": 0.031}, [f"KL divergence {ON}: 0.031 nats", "to lower it: "]),
+        ({"relative": None}, [f"relative squared error {ON}: not finite", "to lower it: "]),
         ({"kl": "much", "relative": math.inf, "other": 1.0}, []),  # as a file may have it
+        ({"kl": 10**400, "relative": -1.0}, []),
+        ({"kl": True}, []),
         (["kl"], []),
         (None, []),
     ],
 )
 def test_summary_names_the_error_of_the_outputs_and_what_lowers_it(quantized, errors, lines):
-    model = QuantizedModel(replace(quantized.quantized, provenance={"images": 4, "output_error": errors}))
+    model = QuantizedModel(replace(quantized.quantized, provenance={"output_error": errors}))
     last = model.summary().splitlines()[len(quantized.summary().splitlines()) :]
     assert [line[: len(start)] for line, start in zip(last, lines, strict=True)] == lines
 

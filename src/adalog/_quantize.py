@@ -107,9 +107,9 @@ def quantize(
 
 
 def _with_error(result: QuantizedModel, calibration: Calibration) -> QuantizedModel:
-    """Note the error of the model's outputs on the calibration images in the provenance, with three digits."""
-    errors = calibration.output_error(result.program)
-    result.note(output_error={kind: float(f"{error:.3g}") for kind, error in errors.items() if math.isfinite(error)})
+    """Note the errors of the model's outputs in the provenance, with three digits; None if one is not finite."""
+    errors = calibration.output_error(result.program).items()
+    result.note(output_error={kind: float(f"{error:.3g}") if math.isfinite(error) else None for kind, error in errors})
     return result
 
 

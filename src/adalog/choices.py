@@ -100,7 +100,7 @@ class Search:
             output depends on them. 0 counts all rows alike, as in the paper. Chosen by measurement: docs/benchmarks.
         compare_uniform: After GELU, search a uniform quantizer too if one is closer to the values than the logarithmic
             quantizer that was found, and keep the one with the smaller error of the output. If False, activations after
-            GELU always get the quantizer `post_gelu`, as in the paper.
+            GELU get the quantizer `post_gelu`, as in the paper, unless a grouped convolution follows.
 
     Raises:
         ValueError: If a field has an invalid value.

@@ -77,23 +77,24 @@ def float_lines(refusals: Mapping[str, str], operations: Mapping[str, int]) -> l
     ]
 
 
-# How the errors of outputs are named in text, and the error from which on text says what lowers it. A correction lowers
+# How text names the errors of outputs. Above the number, the summary says what lowers the error. A correction lowers
 # the divergence more on the images that it fits than on others: DeiT-T has .008 nats there at W6A6, where it loses a
 # point of top-1, and .08 at W4A4, where it loses nine.
 _ERRORS = {"kl": ("KL divergence", " nats", 0.03), "relative": ("relative squared error", "", 0.1)}
 
 
-def error_lines(errors: Any, images: Any) -> list[str]:
+def error_lines(errors: Any) -> list[str]:
     """Return the lines of text that name the errors of a model's outputs and, if they are large, what lowers them.
 
-    errors: the result of `Calibration.output_error`, as a file stores it. images: the number of calibration images.
+    errors: the result of `Calibration.output_error`, as a file stores it; None stands for an error that is not finite.
     """
     lines, large = [], False
     for kind, error in errors.items() if isinstance(errors, Mapping) else ():
-        if kind in _ERRORS and isinstance(error, (int, float)) and math.isfinite(error):
+        if kind in _ERRORS and (error is None or (type(error) is float and 0 <= error < math.inf)):
             name, unit, limit = _ERRORS[kind]
-            lines.append(f"{name} of the outputs on the {images} calibration images: {error:.3g}{unit}")
-            large = large or error > limit
+            value = "not finite" if error is None else f"{error:.3g}{unit}"
+            lines.append(f"{name} of the outputs on the calibration images (at most 64): {value}")
+            large = large or error is None or error > limit
     if large:
         lines.append(
             "to lower it: give more bits, fit more images (method adalog+, or adalog++, which trains), or let a budget "

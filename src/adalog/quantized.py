@@ -108,5 +108,5 @@ class QuantizedProgram:
         lines.append(f"{bits}; {len(self.ledger)} sites, {len(self.float_sites())} of them float")
         lines += [f"height and width of {name} are free" for name in self.program.free]
         lines += float_lines(self.refusals, self.float_operations())
-        lines += error_lines(self.provenance.get("output_error"), self.provenance.get("images"))
+        lines += error_lines(self.provenance.get("output_error"))
         return "\n".join(line.rstrip() for line in lines)

@@ -292,9 +292,11 @@ class Calibration:
         for group, assignment in assigned:
             if choices_of(group, config) != config and assignment.left is None and assignment.right is None:
                 refusals |= {site.name: f"stays float: pinned at {FLOAT_BITS} bits" for site in group.sites}
-        corrects = any(isinstance(stage, Correction) for stage in config.stages)
-        if corrects and all(assignment.bias is None for _, assignment in assigned):
-            refusals["correction"] = "not applied: it does not lower the error of the model's output"
+        if any(isinstance(stage, Correction) for stage in config.stages):
+            roles = ("linear", "conv")
+            weights = [found for group, found in assigned if group.first.role in roles and found.right is not None]
+            if weights and all(found.bias is None for found in weights):
+                refusals["the correction"] = "not applied: it does not lower the error of the model's output"
         provenance = {"seed": self.seed, "calibration": digest(self.images), "images": len(self.images[0])}
         if fitted := take(self.unlabelled, range(config.images_fitted)) if config.images_fitted else ():
             provenance |= {"fitted": digest(fitted), "fitted_images": config.images_fitted}
@@ -304,14 +306,14 @@ class Calibration:
 
     @_alone
     def output_error(self, program: Program) -> dict[str, float]:
-        """Measure how far a quantized program's outputs are from the float model's on the calibration images.
+        """Measure how far a quantized program's outputs are from the float model's, on at most 64 calibration images.
 
         Args:
             program: A program from `build_program`.
 
         Returns:
             "kl": the mean KL divergence [nats] of outputs that are logits. "relative": the squared error of other
-            outputs, divided by their power. Both after the best common factor; several outputs add up.
+            outputs, divided by their power. Both are taken after the best common factor, and averaged over outputs.
         """
         floats = Blocks(self.program, self.images, find_pieces(self.program), self._memory // 2)
         return output_errors(self.program, floats, [program])[0]

@@ -162,7 +162,8 @@ def corrected(
     for number, piece in enumerate(pieces):
         names = set(piece.nodes)
         inside = [index for index, (group, _) in enumerate(current) if group.first.node.name in names]
-        here = [index for index, (group, _) in enumerate(current) if not names.isdisjoint(group.changes)]
+        ran = names | {node.name for node in floats.nodes(number).nodes}  # also earlier values that read no images
+        here = [index for index, (group, _) in enumerate(current) if not ran.isdisjoint(group.changes)]
         able = [index for index in inside if _can_be_corrected(program, *current[index], names)]
         groups = [current[index][0] for index in able]
         floats.keeps_apart(number, [name for group in groups for name in (*group.read, *group.nodes)])  # all at once

@@ -26,9 +26,9 @@ _HALVINGS = 24
 def output_errors(program: Program, floats: Blocks, candidates: Sequence[Program]) -> list[dict[str, float]]:
     """Return the errors of each candidate's outputs on the first 64 images, or on all if they cannot be separated.
 
-    An output (N, C) of a linear is taken as logits, and adds to "kl" by `logit_error`; any other one adds to "relative"
-    by `relative_error`. Unlike plain distances, they do not count a common factor of the whole output, which changes no
-    class. An error that is not finite is infinite.
+    An output (N, C) of a linear with several C is taken as logits, and "kl" is the mean of their `logit_error`.
+    "relative" is the mean of the `relative_error` of all other outputs. Unlike plain distances, they do not count a
+    common factor of the whole output, which changes no class. An error that is not finite is infinite.
 
     floats: the float network, `program`, and its images.
     """
@@ -43,21 +43,25 @@ def output_errors(program: Program, floats: Blocks, candidates: Sequence[Program
         leaves = [
             [(name, leaf) for name in outputs for leaf in leaves_of(part[name]) if _is_float(leaf)] for part in parts
         ]
-        return [
-            (same[0][0], torch.cat([torch.atleast_1d(leaf) for _, leaf in same])) for same in zip(*leaves, strict=True)
-        ]
+        return [(same[0][0], joined(same[0][0], [leaf for _, leaf in same])) for same in zip(*leaves, strict=True)]
+
+    def joined(name: str, values: Sequence[Tensor]) -> Tensor:
+        axis = floats.axis(name)
+        if axis is None:  # all images share it, or they cannot be separated: there is one batch
+            return torch.atleast_1d(values[0])
+        return torch.cat([value.movedim(axis[0], 0) for value in values])
 
     exact = run(program)
     linears = {node.name for node in program.nodes if node.op == "aten.linear.default"}
 
     def errors(candidate: Program) -> dict[str, float]:
-        found: dict[str, float] = {}
+        found: dict[str, list[float]] = {}
         for (name, value), (_, wanted) in zip(run(candidate), exact, strict=True):
-            logits = name in linears and value.ndim == 2
+            logits = name in linears and value.ndim == 2 and value.shape[1] > 1
             kind, measure = ("kl", logit_error) if logits else ("relative", relative_error)
             error = measure(value.reshape(len(value), -1), wanted.reshape(len(value), -1))
-            found[kind] = found.get(kind, 0.0) + (error if math.isfinite(error) else math.inf)
-        return found
+            found.setdefault(kind, []).append(error if math.isfinite(error) else math.inf)
+        return {kind: sum(values) / len(values) for kind, values in found.items()}
 
     return [errors(candidate) for candidate in candidates]
 

@@ -24,6 +24,7 @@ from adalog.search.distinct import once
 from adalog.search.objective import OwnError, ProductError
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
+from adalog.search.quantiles import coprime
 from adalog.search.strategies import Loss, alternating, brute_force, fpcs, grid_spacing, rescaled, walk
 
 # Stop when a round improves the loss by less than this fraction.
@@ -197,8 +198,13 @@ def uniform_is_closer(operand: Operand, found: Quantizer, search: Search) -> boo
 
     They are compared on some 1,024 rows.
     """
-    rows = operand.values.reshape(-1, operand.values.shape[-1])
-    sample = Operand(rows[:: max(1, len(rows) // _COMPARED)], Format(found.bits))
+    count = operand.values[..., 0].numel()
+    step = coprime(max(1, count // _COMPARED), count)  # not the same position of every image
+    values, mask = (
+        None if each is None else each.reshape(count, -1)[::step] for each in (operand.values, operand.mask)
+    )
+    assert values is not None
+    sample = Operand(values, Format(found.bits), mask)
     uniform = sample.quantizer(search_own(sample, search))
     errors = [(sample.quantized(side) - sample.values).square().sum() for side in (uniform, found)]
     return bool(errors[0] < errors[1])
