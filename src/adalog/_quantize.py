@@ -85,7 +85,7 @@ def quantize(
     if within is None:
         calibration = Calibration(model, sample, unlabelled=whole, seed=seed, memory=memory, sizes=sizes)
         result = calibration.quantize(config, progress, jobs=jobs, partial=partial, ranks=ranks)
-        return _with_error(result, calibration)
+        return with_error(result, calibration)
     call, calls = record_calls(model, within, sample)
     more = record_calls(model, within, whole)[1] if _count(whole) > config.images else calls
     given, unlabelled = (tuple(value for inputs in each for value in inputs) for each in (calls, more))
@@ -96,7 +96,7 @@ def quantize(
         check_shareable(model, calibration.sites)
     # Each call, or each window of a call, counts as an image here.
     own = config.with_fitted_images(len(unlabelled[0])) if config.images_fitted else config
-    result = _with_error(calibration.quantize(own, progress, jobs=jobs, partial=partial, ranks=ranks), calibration)
+    result = with_error(calibration.quantize(own, progress, jobs=jobs, partial=partial, ranks=ranks), calibration)
     if len(calls) > 1:
         program, example = of_first_call(result.program, len(call.inputs)), result.example[: len(call.inputs)]
         result = QuantizedModel(replace(result.quantized, program=program, example=example))
@@ -106,7 +106,7 @@ def quantize(
     return result
 
 
-def _with_error(result: QuantizedModel, calibration: Calibration) -> QuantizedModel:
+def with_error(result: QuantizedModel, calibration: Calibration) -> QuantizedModel:
     """Note the errors of the model's outputs in the provenance, with three digits; None if one is not finite."""
     errors = calibration.output_error(result.program).items()
     result.note(output_error={kind: float(f"{error:.3g}") if math.isfinite(error) else None for kind, error in errors})

@@ -405,7 +405,8 @@ class Calibration:
             fold = start.fold  # its quantizers belong to operands with this fold
         for activation in formats_of(group.first, config):
             product = self._product(group, config, fold, activation)
-            if tried and rarely_uniform(group.first) and not _may_be_uniform(product, tried[0], config):
+            rare = tried and start is None and rarely_uniform(group.first)  # a start may be uniform
+            if rare and not _may_be_uniform(product, tried[0], config):
                 continue
             formats = product.left.format, product.right.format
             bits, order = None if fold is None else config.activation_bits, self._shared.order(whole)

@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import nn
 
 from adalog import Calibration, Config, artifact, files
-from adalog._quantize import sample_images
+from adalog._quantize import sample_images, with_error
 from adalog.cli import detectors, views
 from adalog.cli.console import check_outputs, emit_json, note, progress_bar, say, site_progress
 from adalog.cli.options import JsonOption, SeedOption, ThreadsOption, thread_count
@@ -93,7 +93,7 @@ def command(
         for method, config in plans:
             start = time.perf_counter()
             watch = site_progress(progress, current, f"{config.bits} {method}")
-            quantized = calibration.quantize(config, watch, jobs=jobs)
+            quantized = with_error(calibration.quantize(config, watch, jobs=jobs), calibration)
             quantized.note(preprocessing=dataclasses.asdict(zoo.DEMO_PREPROCESSING))
             seconds = time.perf_counter() - start
             runs, executor, at_once = quickest(quantized, jobs)
