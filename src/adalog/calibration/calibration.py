@@ -38,7 +38,7 @@ from adalog.errors import CalibrationError
 from adalog.graph.capture import Sizes, batched, capture, take
 from adalog.graph.program import Program
 from adalog.graph.rewrite import Assigned, SiteGroup, group_sites, rewritten
-from adalog.graph.sites import Site, find_blocks, find_pairs, find_pieces, find_refused, find_sites, with_heads
+from adalog.graph.sites import Site, find_blocks, find_pairs, find_refused, find_sites, with_heads
 from adalog.graph.tracing import trace
 from adalog.ledger import ledger_of
 from adalog.model import QuantizedModel
@@ -315,7 +315,7 @@ class Calibration:
             "kl": the mean KL divergence [nats] of outputs that are logits. "relative": the squared error of other
             outputs, divided by their power. Both are taken after the best common factor, and averaged over outputs.
         """
-        floats = Blocks(self.program, self.images, find_pieces(self.program), self._memory // 2)
+        floats = Blocks(self.program, self.images, self._blocks, self._memory // 2)
         return output_errors(self.program, floats, [program])[0]
 
     def search(self, config: Config, sites: Collection[str] | None = None) -> list[Searched]:
