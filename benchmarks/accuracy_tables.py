@@ -48,7 +48,7 @@ def front_page_table() -> str:
     note = (
         f"Top-1 on {result['queries']:,} ImageNet photographs with TinyViT-5M (nearest-neighbour classification by its "
         f"features). {result['calibration_images']} unlabelled images calibrate; nothing is trained. Source: "
-        "`benchmarks/results/realbench.json`."
+        "`benchmarks/results/realbench.json`, with later rows of `realbench-renewed*.json`."
     )
     return f"{markdown_table(['method', *map(str.upper, widths)], lines)}\n\n{note}"
 
@@ -73,13 +73,12 @@ def real_table() -> str:
         "against full precision, and against adalog at the same bits. `easyquant` was measured before ties of its "
         f"cosine went to the least squared error. {source('realbench')}"
     )
-    continues = "`adalog+` starts from the search of `adalog`, whose seconds do not count again. "
-    if not any(row["method"] == "adalog+" for row in result["rows"]):
-        continues = ""
     if renewed:
+        files = sorted(path.stem for path in RESULTS.glob("realbench-renewed*.json"))
         note += (
             f" †: measured again later on {' and '.join(renewed)}; compare the seconds of these rows with one another "
-            f"only. {continues}{source(*(path.stem for path in sorted(RESULTS.glob('realbench-renewed*.json'))))}"
+            f"only. A row of `adalog+` starts from the search of `adalog`, whose seconds do not count again. "
+            f"{source(*files)}"
         )
     return f"{markdown_table(heads, lines)}\n\n{note}"
 

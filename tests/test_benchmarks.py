@@ -604,7 +604,8 @@ def test_answers_that_share_their_memory_are_told_apart(tiniest, monkeypatch):
 
 def test_another_method_may_be_measured(tiniest, tmp_path):
     case = runtime.Case(tiniest, normal(8, 3, 32, 32, seed=1), normal(8, 3, 32, 32, seed=2))
-    assert runtime.quantized(case, "w4a4", tmp_path / "log.safetensors").keys() == {"u8"}
+    # After softmax; after the GELU of these random weights, a uniform quantizer is better.
+    assert runtime.quantized(case, "w4a4", tmp_path / "log.safetensors") == {"u8": 1}
     assert runtime.quantized(case, "w4a4:uniform", tmp_path / "uniform.safetensors") == {}
 
 

@@ -455,9 +455,8 @@ def test_pieces_of_a_batch_may_hold_parts_of_images(monkeypatch):
 
 def test_a_correction_that_makes_the_whole_model_worse_changes_nothing(pool, searched, monkeypatch):
     calibration, before = searched
-    monkeypatch.setattr(
-        compensate, "output_errors", lambda *given: [{"kl": 1.0}, {"kl": 0.5, "relative": 1.0}]
-    )  # before, and after
+    before_and_after = [{"kl": 1.0}, {"kl": 0.5, "relative": 1.0}]
+    monkeypatch.setattr(compensate, "output_errors", lambda *given: before_and_after)
     after = corrected(calibration.program, [pool[:6]], before, Correction(6, compensate=False))
     assert all(one is other for (_, one), (_, other) in zip(before, after, strict=True))
 

@@ -63,10 +63,8 @@ def test_methods_are_choices_of_config():
     fields = {field.name for field in dataclasses.fields(Config)}
     for method in METHODS.values():
         assert set(method.choices) <= fields
-    for method in ("uniform", "log2", "log-sqrt2", "adalog"):  # which differ in nothing else
-        search = Search(
-            compare_uniform=method in ("uniform", "adalog")
-        )  # a row of log2 has no uniform activations there
+    for method in ("uniform", "log2", "log-sqrt2", "adalog"):  # which differ in their quantizers alone
+        search = Search(compare_uniform=method in ("uniform", "adalog"))  # log2 has no uniform activations there
         power_law = {"post_softmax": method, "post_gelu": method}
         assert Config.preset("w4a4", method) == dataclasses.replace(Config(), **power_law, search=search)
 
