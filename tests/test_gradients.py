@@ -8,8 +8,10 @@ from torch import nn
 
 from adalog.calibration.gradients import (
     BATCH,
+    distance_gradient,
     given_probe,
     hessian_probe,
+    mean_distance,
     noise_probe,
     squared_gradients,
     with_mean_one,
@@ -167,3 +169,25 @@ def test_a_model_without_gradients_is_refused():
 
 def test_gradients_that_are_no_numbers_stay_so():
     assert bool(with_mean_one(torch.tensor([1.0, torch.nan])).isnan().any())
+
+
+# --- distances to the outputs of the float network --------------------------------------------------------------------
+
+
+def test_the_distance_of_logits_is_the_mean_kl_divergence():
+    exact, logits = normal(6, 5), normal(6, 5, seed=1)
+    p, q = exact.softmax(1), logits.softmax(1)
+    assert mean_distance([logits], [exact]) == pytest.approx(float((p * (p / q).log()).sum(1).mean()), rel=1e-9)
+
+
+def test_the_distance_of_other_outputs_is_the_mean_squared_error_of_each():
+    exact, outputs = [normal(6, 5), normal(2, 3, 4)], [normal(6, 5, seed=1), normal(2, 3, 4, seed=1)]
+    chosen = torch.zeros(6, dtype=torch.int64)  # an output without an error
+    wanted = sum(float((one - other).square().mean()) for one, other in zip(outputs, exact, strict=True))
+    assert mean_distance([*outputs, chosen], [*exact, chosen]) == pytest.approx(wanted, rel=1e-9)
+
+
+def test_the_gradient_of_the_distance_of_logits():
+    exact, logits = normal(6, 5), normal(6, 5, seed=1).requires_grad_()
+    (gradient,) = torch.autograd.grad(mean_distance([logits], [exact]) * 6, logits)
+    torch.testing.assert_close(gradient, distance_gradient([logits], [exact])[0])

@@ -376,14 +376,16 @@ class Reconstruction:
         loss: The squared error of the block's output. "squared": all elements count the same. "fisher": weighted by the
             squared gradients of the model's loss, image by image. "averaged": weighted by their average over images.
             "low-rank": with a diagonal and a low-rank part of the Fisher information. "output": all elements count the
-            same, and the squared error of the model's output with the float network behind the block is added; each of
-            the two is divided by its initial value (GLF-Q, arXiv 2609.34564).
+            same, and the error of the model's output with the float network behind the block is added, which is the KL
+            divergence if the output is a classifier's; each of the two is divided by its initial value (GLF-Q,
+            arXiv 2609.34564).
         drop: Fraction of a block's inputs and quantized activations that stay exact in a step (QDrop).
         rate: Learning rate of codes and zero points, in units of codes. It falls to zero by a cosine.
         scale_rate: Learning rate of the logarithms of scales, and of biases in units of the norm of their weight's row.
             It falls to zero by a cosine.
         scope: "block" trains one block after another by its output; "model" trains the whole model as one block. For
             "model", use the smaller rates of the method "adalog++".
+        robust: Take a block's changes back if they make the model's output worse on images that are held out.
 
     Raises:
         ValueError: If a field has an invalid value.
@@ -403,6 +405,7 @@ class Reconstruction:
     rate: float = 0.03
     scale_rate: float = 0.005
     scope: Scope = "block"
+    robust: bool = True
 
     def __post_init__(self) -> None:
         check_choice("scope", self.scope, Scope)
@@ -410,7 +413,7 @@ class Reconstruction:
             check_whole(name, getattr(self, name), 1)
         check_choice("weights", self.weights, WeightRounding)
         check_choice("loss", self.loss, BlockLoss)
-        for name in ("scales", "biases"):
+        for name in ("scales", "biases", "robust"):
             check_flag(name, getattr(self, name))
         for name in ("rate", "scale_rate"):
             check_number(name, getattr(self, name), 0)

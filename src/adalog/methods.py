@@ -89,7 +89,7 @@ _REPQ_VIT_SEARCH = RangeSearch(percentiles=(0.999, 0.9999, 0.99999), share="mean
 _REPQ_VIT_CHOICES: dict[str, Any] = {**_FLOAT_LOG, "post_softmax": "log-sqrt2", "fold_head": False}
 
 # Published reconstruction takes 20,000 steps of 32 images per block on a GPU. These rows take fewer steps.
-_BRECQ = Reconstruction(weights="adaround", loss="fisher", drop=0.0, biases=False, rate=0.1)
+_BRECQ = Reconstruction(weights="adaround", loss="fisher", drop=0.0, biases=False, rate=0.1, robust=False)
 _SHORTENED = f"in {_BRECQ.iterations} steps of {_BRECQ.batch} images per block (published: 20,000 of 32)"
 
 # There is one row per method. If the authors' released code differs from the paper, a second row with the suffix

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from adalog.calibration.batches import Chunk
 from adalog.calibration.blocks import Blocks
-from adalog.calibration.gradients import BATCH, distance_gradient, hessian_probe, with_mean_one
+from adalog.calibration.gradients import BATCH, distance_gradient, hessian_probe, mean_distance, with_mean_one
 from adalog.choices import BlockLoss
 from adalog.errors import CalibrationError
 from adalog.graph.program import leaves_of
@@ -183,9 +183,11 @@ class LowRankFisher:
 
 
 class OutputError:
-    """The squared errors of the block's output and of the model's output behind it (GLF-Q, arXiv 2609.34564).
+    """The errors of the block's output and of the model's output behind it (GLF-Q, arXiv 2609.34564).
 
-    The network behind the block is the float one. Each of the two errors is divided by its value at the last `renew`.
+    The block's error is squared, and the model's is `mean_distance`. The network behind the block is the float one.
+    Each of the two errors is divided by its value at the last `renew`. If the block is the whole model, a classifier's
+    logits have both errors, and other outputs have the squared error twice.
     """
 
     def __init__(self, output: BlockOutput):
@@ -208,10 +210,7 @@ class OutputError:
         with torch.no_grad():
             exact = output.leaves(chunk)
         moved = output.leaves({**chunk, output.name: chunk[output.name] + difference})
-        errors = [
-            (one - other).square().mean() for one, other in zip(moved, exact, strict=True) if other.is_floating_point()
-        ]
-        return difference.square().mean(), sum(errors, difference.new_zeros(()))
+        return difference.square().mean(), mean_distance(moved, exact)
 
     def __call__(self, difference: Tensor, numbers: Tensor) -> Tensor:
         block, rest = self._parts(difference, numbers)

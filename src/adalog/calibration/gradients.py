@@ -68,6 +68,15 @@ def distance_gradient(outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> Se
     return [value.detach() - exact for value, exact in zip(outputs, wanted, strict=True)]
 
 
+def mean_distance(outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
+    """Return the distance to the float network's outputs, averaged over images or, if it is squared, over values."""
+    if _is_scores(outputs):
+        exact = wanted[0].log_softmax(-1)
+        return (exact.exp() * (exact - outputs[0].log_softmax(-1))).sum(-1).mean()
+    pairs = [pair for pair in zip(outputs, wanted, strict=True) if pair[1].is_floating_point()]
+    return sum(((value - exact).square().mean() for value, exact in pairs), torch.zeros(()))
+
+
 def given_probe(gradient: Tensor) -> Probe:
     """Return a probe with a given gradient with respect to the model's only output: (images, ...)."""
     return lambda outputs, images: [_like(gradient[images], outputs[0])]

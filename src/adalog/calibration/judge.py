@@ -23,19 +23,22 @@ _HALVINGS = 24
 
 
 @torch.no_grad()
-def output_errors(program: Program, floats: Blocks, candidates: Sequence[Program]) -> list[dict[str, float]]:
+def output_errors(
+    program: Program, floats: Blocks, candidates: Sequence[Program], numbers: Tensor | None = None
+) -> list[dict[str, float]]:
     """Return the errors of each candidate's outputs on the first 64 images, or on all if they cannot be separated.
 
     An output (N, C) of a linear with several C is taken as logits, and "kl" is the mean of their `logit_error`.
     "relative" is the mean of the `relative_error` of all other outputs. Unlike plain distances, they do not count a
     common factor of the whole output, which changes no class. An error that is not finite is infinite.
 
-    floats: the float network, `program`, and its images.
+    floats: the float network, `program`, and its images. numbers: the indices of images to take the first 64 from;
+    default: all.
     """
     outputs = tuple(dict.fromkeys(refs_of(program.output)))
     apart = floats.keeps_apart(0, outputs)
-    numbers = torch.arange(floats.count, device=next(iter(floats.images.values())).device)
-    batches = numbers[:_IMAGES].split(floats.batch) if apart else (numbers,)
+    every = torch.arange(floats.count, device=next(iter(floats.images.values())).device)
+    batches = (every if numbers is None else numbers)[:_IMAGES].split(floats.batch) if apart else (every,)
     images = [picked(floats, floats.images, batch) for batch in batches]
 
     def run(candidate: Program) -> list[tuple[str, Tensor]]:

@@ -8,7 +8,6 @@ replaced by the float network's values, and a random share of the values that it
 `training` defines the trained parts of an assignment. The processes of one job share the images of each step.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from torch.nn import functional as F
 from adalog.calibration.batches import Chunk
 from adalog.calibration.block_errors import RENEWALS, BlockOutput, LowRankFisher, OutputError, block_error, picked
 from adalog.calibration.blocks import Blocks
+from adalog.calibration.judge import output_errors
 from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Progress, coded, coded_list
 from adalog.calibration.training import GroupInTraining
@@ -101,6 +101,12 @@ def reconstructed(
         blocks, stage, where = find_spans(program), "tuning", "end to end, block"
     floats = Blocks(program, images, blocks, share)
     quantized = Blocks(rewritten(program, current), images, blocks, share, like=floats)
+    judged = _split(torch.arange(floats.count, device=device))[1]
+
+    def error(assigned: Assigned) -> float:
+        return sum(output_errors(program, floats, [rewritten(program, assigned)], judged)[0].values())
+
+    least: float | None = None  # the error of the current assignments, once it is known
     for number, block in enumerate(blocks):
 
         def report(step: int, number: int = number) -> None:
@@ -123,7 +129,22 @@ def reconstructed(
             ]
             block_in_training = BlockInTraining(program, floats, quantized, number, here, choices, seed, ranks, beside)
             best = [assignment for _, assignment in block_in_training.trained(report)]
-            agreed = ranks.by_first(functools.partial(list, best), coded_list(device))
+
+            def chosen(trained: Sequence[Assignment] = best, members: Sequence[int] = members) -> list[Assignment]:
+                """Return the trained assignments, or the current ones if the model's output is worse with them."""
+                nonlocal least
+                if choices.robust:
+                    after = list(current)
+                    for index, assignment in zip(members, trained, strict=True):
+                        after[index] = (current[index][0], assignment)
+                    least = error(current) if least is None else least
+                    changed = error(after)
+                    if changed > least:
+                        return [current[index][1] for index in members]
+                    least = changed
+                return list(trained)
+
+            agreed = ranks.by_first(chosen, coded_list(device))
             done = dict(zip(keys, agreed, strict=True))
             if partial is not None and ranks.first:
                 for key, assignment in done.items():
@@ -133,6 +154,12 @@ def reconstructed(
         quantized.change(number, rewritten(program, current))
         report(choices.iterations)
     return current
+
+
+def _split(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Split images into those that are trained on and those that are held out; few images are in both."""
+    held = numbers % _HELD_OUT == _HELD_OUT - 1
+    return (numbers[~held], numbers[held]) if bool(held.any()) else (numbers, numbers)
 
 
 def _leading_elsewhere(program: Program, block: Block) -> set[str]:
@@ -179,10 +206,7 @@ class BlockInTraining:
         self._generator = torch.Generator(device).manual_seed(seed + 1000 * number)
         self._apart = apart
         numbers = torch.arange(floats.count, device=device)
-        held = numbers % _HELD_OUT == _HELD_OUT - 1
-        self._fitted, self._judging = numbers, numbers
-        if apart and bool(held.any()):
-            self._fitted, self._judging = numbers[~held], numbers[held]
+        self._fitted, self._judging = _split(numbers) if apart else (numbers, numbers)
         self._batch = min(choices.batch, len(self._fitted)) if apart else floats.count
         # Each share of a step has its own random numbers, whichever rank takes the share.
         share_seeds = torch.randint(
