@@ -4,7 +4,7 @@
         [--seconds 10] [--json F] [--work DIR]
 
 "roofs" has the rates that one thread reaches in loops that do nothing else, in units of 10^9 per second (see
-`adalog.study.roof`): products of two bytes, values of 2^x and of erf, and bytes read from each cache and from memory.
+`roof.py`): products of two bytes, values of 2^x and of erf, and bytes read from each cache and from memory.
 
 Each row is a model at a batch size, with these fields:
 
@@ -21,8 +21,10 @@ and is quantized as in `runtime.py`. --work DIR keeps the artifacts for later ru
 package stay the same. The script prints one JSON object and saves it as benchmarks/results/limits.json, or as F.
 """
 
+from benchmarks import roof
 from benchmarks.publish import RESULTS, publish
 from benchmarks.runtime import SEED, load_case, quantized
+from benchmarks.trace import by_operation, trace
 
 import argparse
 import os
@@ -34,9 +36,7 @@ from typing import Any
 import torch
 
 from adalog import load
-from adalog.study import roof
 from adalog.study.doctor import machine
-from adalog.study.trace import by_operation, trace
 from adalog.version import source_hash
 
 

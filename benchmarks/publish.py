@@ -10,6 +10,7 @@ from adalog.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+_CODE = ("src/*.py", "src/*.cpp", "src/*.json", "benchmarks/*.py", "benchmarks/*.cpp")
 
 
 def publish(result: Mapping[str, Any], path: Path) -> None:
@@ -92,7 +93,7 @@ def commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--", "src/*.py", "src/*.cpp", "src/*.json", "benchmarks/*.py")
+        changed = git("status", "--porcelain", "--", *_CODE)
         return git("rev-parse", "HEAD") + ("-changed" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -28,6 +28,7 @@ from benchmarks import (
 )
 from benchmarks import demo as demo_benchmark
 from benchmarks import search as search_benchmark
+from benchmarks.roof import Roofs
 
 import json
 import subprocess
@@ -52,7 +53,6 @@ from adalog.quantizers import Assignment, LogQuantizer, TwinUniformQuantizer, Un
 from adalog.search import objective, released
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
-from adalog.study.roof import Roofs
 
 SCRIPTS = Path(publish.__file__).parent
 QUICK = Search(init=(4, 2), parents=1, steps=0, rounds=1)

@@ -30,8 +30,10 @@ needs_kernels = pytest.mark.skipif(not LEVELS, reason=f"no kernels: {library.why
 every_level = pytest.mark.parametrize("level", LEVELS or [pytest.param("none", marks=needs_kernels)])
 few = settings(max_examples=12)  # at each level
 tables = st.sampled_from([8, 16])
-SOURCES = [Path(native.__file__).with_name(f"{name}.cpp") for name in ("native", "roof")]
-SOURCES += [Path(library.__file__).parent / "quantizers" / "elementwise.cpp"]
+SOURCES = [
+    Path(native.__file__).with_name("native.cpp"),
+    Path(library.__file__).parent / "quantizers" / "elementwise.cpp",
+]
 
 
 # --- functions of few values -----------------------------------------------------------------------------------------

@@ -1,20 +1,23 @@
-"""What `adalog bench --trace` reports about a model's calls and this processor."""
+"""What `benchmarks/trace.py` reports about a model's calls and this processor."""
+
+from benchmarks import roof
+from benchmarks.roof import Roofs
+from benchmarks.trace import SHAPES, Work, by_operation, least, main, trace
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
 from torch import nn
 
-from adalog import Calibration, library
-from adalog.run import abi
-from adalog.study import roof
+from adalog import AdalogError, Calibration, library
 from adalog.study.cost import cost
-from adalog.study.roof import Roofs
-from adalog.study.trace import SHAPES, Work, by_operation, least, trace
-from commands import say
 
 pytestmark = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
+COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 GIGA = 1e9
 
 
@@ -80,6 +83,7 @@ def test_rows_that_nobody_reads_are_not_counted(fast, roofs):
     assert (head["shape"], head["products"]) == ((5, 24, 3), 5 * 24 * 3)
 
 
+@needs_compiler
 @pytest.mark.parametrize("level", library.levels())
 def test_roofs_of_this_processor(level, monkeypatch):
     monkeypatch.setattr(roof, "_SECONDS", 1e-5)
@@ -96,8 +100,9 @@ def test_roofs_of_this_processor(level, monkeypatch):
     assert found.read(caches[-1] + 1) == found.reads[-1][1]
 
 
+@needs_compiler
 def test_loops_that_there_are_not(monkeypatch):
-    loop = abi.load().adalog_roof
+    loop = roof.load_loops()
     assert loop(-1, 0, None, 0, 1) == loop(99, 0, None, 0, 1) == loop(0, 9, None, 0, 1) == loop(0, 1, None, 64, 1) == -1
     assert loop(0, 0, None, 0, -1) == -1
     with pytest.raises(ValueError, match="level = 'none' is not one of"):
@@ -108,11 +113,28 @@ def test_loops_that_there_are_not(monkeypatch):
         roof.measure()
 
 
-def test_the_command(quantized, monkeypatch, capsys, tmp_path):
-    quantized.save(tmp_path / "model.safetensors")
-    options = ["--executor", "native", "--batch", 2, "--batch", 1, "--seconds", 0]
-    say(monkeypatch, capsys, "bench", tmp_path / "model.safetensors", *options, "--trace", tmp_path / "trace.json")
+def test_what_the_roofs_need(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(AdalogError, match=r"roof\.cpp needs a C\+\+ compiler: install g\+\+"):
+        roof.load_loops.__wrapped__()
+    monkeypatch.setattr(library, "levels", list)
+    monkeypatch.setattr(library, "why", lambda: "there is no library")
+    with pytest.raises(AdalogError, match="there is no library"):
+        roof.measure()
+
+
+@needs_compiler
+def test_the_script(quantized, capsys, tmp_path):
+    file = tmp_path / "model.safetensors"
+    quantized.save(file)
+    main([str(file), "--batch", "2", "1", "--seconds", "0", "--json", str(tmp_path / "trace.json")])
+    assert capsys.readouterr().out == ""
     told = json.loads((tmp_path / "trace.json").read_text())
-    assert told["roofs"]["level"] == library.levels()[-1]
+    assert (told["file"], told["roofs"]["level"]) == (str(file), library.levels()[-1])
     assert [each["batch"] for each in told["traces"]] == [1, 2]
     assert {"step", "operation", "shape", "microseconds", "share"} <= told["traces"][0]["rows"][0].keys()
+    main([str(file), "--seconds", "0"])
+    assert json.loads(capsys.readouterr().out).keys() == told.keys()
+    with pytest.raises(SystemExit, match="missing cannot be traced: missing cannot be read"):
+        main(["missing"])

@@ -15,9 +15,7 @@ from adalog.cli.options import CheckpointOption, JsonOption, NoPretrainedOption,
 from adalog.cli.targets import load_model, naming_file, source_of
 from adalog.inputs import zoo
 from adalog.runtime import EXECUTORS
-from adalog.study import roof
 from adalog.study.bench import FAKE, bench, executors_here
-from adalog.study.trace import trace
 
 
 def command(
@@ -43,21 +41,13 @@ def command(
             min=0, max=3600, help="Seconds to spend on each executor and batch size. Each runs at least five times."
         ),
     ] = 3,
-    trace_out: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace",
-            help="Also time each kernel call of the executor native on one thread, compare it with the limits of this "
-            "processor, and write the result to this JSON file.",
-        ),
-    ] = None,
     json_out: JsonOption = None,
 ) -> None:
     """Time an artifact with each executor on random images.
 
     The table lists the median time per batch, the images per second, the size of the weights and the time to load.
     """
-    check_outputs(json_out, trace_out, reads=(file, source_of(model), checkpoint))
+    check_outputs(json_out, reads=(file, source_of(model), checkpoint))
     if model is None and (checkpoint is not None or no_pretrained):
         raise ValueError("--checkpoint and --no-pretrained apply to the full-precision model: add --model")
     here, missing = executors_here()
@@ -65,15 +55,10 @@ def command(
     odd = [name for name in wanted if name not in (FAKE, *EXECUTORS)]
     if odd:
         raise ValueError(f"--executor {odd[0]!r} is not one of {', '.join((FAKE, *EXECUTORS))}")
-    quantized = adalog.load(file)  # refuses a wrong file before the full-precision model is loaded
+    adalog.load(file)  # refuses a wrong file before the full-precision model is loaded
     full = None if model is None else load_model(model, no_pretrained, checkpoint).module
     count = thread_count(threads)
     torch.set_num_threads(count)
-    if trace_out is not None:
-        with waiting(f"tracing {file}"), naming_file(file):
-            roofs = roof.measure()
-            traces = [trace(quantized, each, roofs, seconds) for each in sorted(set(batch or [1]))]
-        emit_json({"file": str(file), "roofs": roofs.json(), "traces": traces}, str(trace_out))
     with waiting(f"timing {file}"), naming_file(file, "cannot be timed"):
         rows = bench(
             lambda: adalog.load(file), wanted, sorted(set(batch or [1])), threads=count, seconds=seconds, full=full

@@ -5,18 +5,24 @@ machine can only make a run longer.
 """
 
 import ctypes
+import functools
+import os
 import re
+import shutil
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adalog import library
-from adalog.run import abi
+from adalog import AdalogError, library
 from adalog.run.tape import aligned
 
-_DOTS, _BYTES, _EXPS, _ERFS = range(4)  # loops of `adalog_roof`
+_SOURCE = Path(__file__).with_name("roof.cpp")
+_FLAGS = ("-O2", "-g0", "-std=c++17", "-fvisibility=hidden", "-fno-wrapv", "-shared", "-fPIC")  # those of the kernels
+_DOTS, _BYTES, _EXPS, _ERFS = range(4)  # loops of `roof.cpp`
 _SECONDS = 1e-3  # approximate length of a run
 _RUNS = 25
 _CACHES = (1 << 15, 1 << 20, 1 << 25)  # bytes of the first, second and third cache, if the system does not report them
@@ -53,28 +59,46 @@ class Roofs:
 def measure(level: str | None = None) -> Roofs:
     """Measure the roofs at a level of kernels; None means the fastest level that runs here.
 
-    Raises ValueError if the level does not run here or has no loops to measure.
+    Raises ValueError if the level does not run here or has no loops to measure, and AdalogError if there are no kernels
+    or no C++ compiler.
     """
-    found = abi.load().adalog_roof
-    found.restype = ctypes.c_int64
-    found.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     levels = library.levels()
-    level = levels[-1] if level is None else level
+    if not levels:
+        raise AdalogError(library.why())
+    level = level or levels[-1]
     if level not in levels:
         raise ValueError(f"level = {level!r} is not one of {', '.join(levels)}")
-    number, caches = library.LEVELS.index(level), cache_sizes()
-    if found(number, _DOTS, None, 0, 0) < 0:
+    loops, number, caches = load_loops(), library.LEVELS.index(level), cache_sizes()
+    if loops(number, _DOTS, None, 0, 0) < 0:
         raise ValueError(f"level = {level!r} has no loops in roof.cpp: choose another level")
     memory = aligned(min(_MOST, 4 * caches[-1]))
     memory.fill(1)  # otherwise the system maps all of it to one page of zeros
 
     def speed(what: int, size: int = 0) -> float:
-        return _best(lambda rounds: int(found(number, what, memory.ctypes.data, size, rounds)))
+        return _best(lambda rounds: int(loops(number, what, memory.ctypes.data, size, rounds)))
 
     # Use half of a cache, since the rest of the process needs some, and less of the last one, which other cores share.
     sizes = [min(size, len(memory)) for size in (*(size // 2 for size in caches[:-1]), caches[-1] // 4)]
     reads = [(cache, speed(_BYTES, size)) for cache, size in zip(caches, sizes, strict=True)]
     return Roofs(level, speed(_DOTS), speed(_EXPS), speed(_ERFS), (*reads, (0, speed(_BYTES, len(memory)))))
+
+
+@functools.cache
+def load_loops() -> Callable[..., int]:
+    """Compile `roof.cpp` and return its function, whose arguments are explained there.
+
+    The function ends the process at a level that does not run here. Raises AdalogError without a C++ compiler.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        raise AdalogError("roof.cpp needs a C++ compiler: install g++, or name another one in the variable CXX")
+    with tempfile.TemporaryDirectory() as folder:  # a loaded library stays, although its file goes
+        built = Path(folder, "roof.so")
+        subprocess.run([*compiler.split(), *_FLAGS, str(_SOURCE), "-o", str(built)], check=True)
+        loops = ctypes.CDLL(str(built)).roof
+    loops.restype = ctypes.c_int64
+    loops.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    return loops
 
 
 def _best(loop: Callable[[int], int]) -> float:

@@ -1,23 +1,36 @@
-"""Measure the time of each call of the executor "native", and compare it with the least that the roofs allow."""
+"""Measure the time of each call of the executor "native", and compare it with the least that the roofs allow.
 
+    python benchmarks/trace.py FILE [--batch 1 8] [--seconds 3] [--json F]
+
+FILE is an artifact. The script traces it at each batch size, on one thread, and prints one JSON object or saves it as
+F: the "roofs" of this processor (see `roof.py`), and one of the "traces" per batch size (see `trace`).
+"""
+
+from benchmarks.roof import Roofs, measure
+
+import argparse
 import ctypes
+import json
 import math
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adalog import AdalogError, load
 from adalog.export.noise import noise_like
+from adalog.files import write_whole
 from adalog.graph.convolution import output_sizes
 from adalog.model import QuantizedModel
 from adalog.run import abi
 from adalog.runtime.native.arena import Call
 from adalog.runtime.native.products import Product
 from adalog.study.bench import on_one_thread
-from adalog.study.roof import Roofs
 
 _LEAST = 5  # the least number of runs
 
@@ -199,3 +212,27 @@ def by_operation(found: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         each["ms"] += row["microseconds"] / 1e3
         each["limit_ms"] += row["roof_microseconds"] / 1e3
     return dict(sorted(sums.items(), key=lambda item: -item[1]["ms"]))
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="artifact, written by `adalog quantize`")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1], help="numbers of images per batch")
+    parser.add_argument("--seconds", type=float, default=3, help="seconds to spend on each batch size; at least 5 runs")
+    parser.add_argument("--json", type=Path, help="file to write instead of standard output")
+    asked = parser.parse_args(given)
+    torch.set_num_threads(1)
+    try:
+        model, roofs = load(asked.file), measure()
+        traces = [trace(model, batch, roofs, asked.seconds) for batch in sorted(set(asked.batch))]
+    except (AdalogError, ValueError) as cause:
+        sys.exit(f"{asked.file} cannot be traced: {cause}")
+    text = json.dumps({"file": str(asked.file), "roofs": roofs.json(), "traces": traces}, indent=1) + "\n"
+    if asked.json is None:
+        print(text, end="")
+    else:
+        write_whole(asked.json, text.encode())
+
+
+if __name__ == "__main__":
+    main()
