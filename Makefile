@@ -76,7 +76,7 @@ $(TEST)/.stamp: pyproject.toml $(KERNELS) constraints/test.txt
 
 clean:
 	rm -rf adalog-demo adalog-tables.* build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find src tests tools benchmarks -name __pycache__ -type d -exec rm -rf {} +
+	find src tests tools benchmarks experiments -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
 	rm -rf $(DEMO) $(TEST) src/adalog/_native*.so

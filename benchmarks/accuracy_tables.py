@@ -1,14 +1,14 @@
 """Tables of accuracy: TinyViT on real images, the bundled ViT, the paper's tables, the released code, the detector."""
 
 from benchmarks.publish import RESULTS, markdown_table, measured, read, source
+from benchmarks.records import p_value
+from experiments.markdown import markdown
 
 from collections.abc import Sequence
 from statistics import mean, median, stdev
 from typing import Any
 
 from adalog.methods import labelled
-from adalog.study.markdown import markdown
-from adalog.study.tables import p_value
 
 FRONT_PAGE = ("adalog", "adalog-paper", "repq-vit", "ptq4vit", "percentile")
 
@@ -151,7 +151,7 @@ def demo_table() -> str:
 
 
 def paper_tables() -> str:
-    """Return the paper's tables on the bundled ViT, by `adalog tables 1 2 3 4 5 A B --models demo --seeds 3`."""
+    """Return the paper's tables on the bundled ViT, by `experiments.tables 1 2 3 4 5 A B --models demo --seeds 3`."""
     result = measured("tables-demo")
     renewed = sorted({row["renewed"] for row in result["rows"] if "renewed" in row})
     for row in result["rows"]:

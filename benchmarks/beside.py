@@ -14,6 +14,7 @@ from benchmarks.measure import (
     site_rows,
     totals,
 )
+from benchmarks.records import kept
 
 import math
 from collections.abc import Iterator
@@ -35,7 +36,6 @@ from adalog.search import objective, released
 from adalog.search.bounds import search_product
 from adalog.search.operand import Operand
 from adalog.search.product import Product
-from adalog.study.tables import kept
 
 
 @dataclass(frozen=True)

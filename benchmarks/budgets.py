@@ -21,6 +21,7 @@ and the finished parts of a row for later runs, as long as the sources of the pa
 
 from benchmarks.publish import RESULTS, publish
 from benchmarks.reconstruct import load_case, resumably
+from benchmarks.records import kept
 
 import argparse
 import os
@@ -44,7 +45,6 @@ from adalog.study.budget import Budget, quantize_within, taken
 from adalog.study.doctor import machine
 from adalog.study.evaluate import divergence, predict, score
 from adalog.study.sensitivity import Sensitivity, at_width, sensitivity
-from adalog.study.tables import kept
 from adalog.version import source_hash
 
 IMAGES = 32  # the number of images that calibrate

@@ -10,7 +10,7 @@ from adalog.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-_CODE = ("src/*.py", "src/*.cpp", "src/*.json", "benchmarks/*.py", "benchmarks/*.cpp")
+_CODE = ("src/*.py", "src/*.cpp", "src/*.json", "benchmarks/*.py", "benchmarks/*.cpp", "experiments/*")
 
 
 def publish(result: Mapping[str, Any], path: Path) -> None:
@@ -81,7 +81,7 @@ _NAMES = ("table", "model", "bits", "stage", "images")  # fields that are not me
 
 
 def _identity(row: Mapping[str, Any], seed: int | None) -> str:
-    # The rows of `adalog tables` have names; their "method" is that of a published row.
+    # The rows of `experiments.tables` have names; their "method" is that of a published row.
     return json.dumps([row.get("names", row.get("method")), row.get("seed", seed), *(row.get(name) for name in _NAMES)])
 
 

@@ -18,6 +18,7 @@ fitted. The script prints one JSON object and saves it as benchmarks/results/rea
 """
 
 from benchmarks.publish import RESULTS, publish
+from benchmarks.records import kept, p_value, packed
 
 import argparse
 import os
@@ -39,7 +40,6 @@ from adalog.inputs.images import ImageSet, Preprocessing, draw_indices, find_ima
 from adalog.model import quickest
 from adalog.study.doctor import machine
 from adalog.study.evaluate import Nearest, divergence, predict, score
-from adalog.study.tables import kept, p_value, packed
 
 IMAGES = 32
 

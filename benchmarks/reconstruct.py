@@ -26,6 +26,7 @@ there, and the seconds of its parts add up.
 
 from benchmarks.publish import RESULTS, publish
 from benchmarks.realbench import RealBench
+from benchmarks.records import kept, packed
 
 import argparse
 import os
@@ -56,7 +57,6 @@ from adalog.inputs.images import draw_indices
 from adalog.model import quickest
 from adalog.study.doctor import machine
 from adalog.study.evaluate import predict, score
-from adalog.study.tables import kept, packed
 from adalog.version import source_hash
 
 IMAGES = 32  # number of images of the search

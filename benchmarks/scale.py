@@ -26,7 +26,8 @@ benchmarks/results/scale.json. Parts that do not run now stay in that file uncha
 --work DIR keeps finished parts for later runs, as long as the sources of the package stay the same.
 """
 
-from benchmarks.publish import RESULTS, commit, publish
+from benchmarks.publish import RESULTS, ROOT, commit, publish
+from benchmarks.records import kept
 
 import argparse
 import json
@@ -51,7 +52,6 @@ from PIL import Image
 
 from adalog.inputs import demo
 from adalog.study.doctor import machine
-from adalog.study.tables import kept
 
 MODEL = "timm:deit_tiny_patch16_224"
 LINKS = 50_000
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--links", type=int, default=LINKS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rows", default="", help="rows of the table, as for `adalog tables --rows`")
+    parser.add_argument("--rows", default="", help="rows of the table, as for `experiments.tables --rows`")
     parser.add_argument("--realbench", type=Path, default=os.environ.get("ADALOG_REALBENCH"))
     parser.add_argument("--work", type=Path)
     parser.add_argument("--json", type=Path)
@@ -89,8 +89,9 @@ def main() -> None:
 
 
 def command(world: int, *arguments: object, restarts: int = 0) -> list[str]:
-    """Return the command line that starts `adalog` on `world` processes of one thread each."""
-    plain = ["-m", "adalog", *map(str, arguments)]
+    """Return the command line of `adalog`, or of `experiments.tables`, on `world` processes of one thread each."""
+    name, *rest = map(str, arguments)
+    plain = ["-m", "experiments.tables", *rest] if name == "tables" else ["-m", "adalog", name, *rest]
     if world == 1:
         return [sys.executable, *plain]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
@@ -98,7 +99,9 @@ def command(world: int, *arguments: object, restarts: int = 0) -> list[str]:
 
 
 def start(folder: Path, words: Sequence[str]) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    packages = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    environment = {**os.environ, **quiet, "PYTHONPATH": packages}
     errors = (folder / "errors.txt").open("w")
     return subprocess.Popen(words, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=errors, text=True)
 

@@ -65,6 +65,7 @@ from benchmarks.measure import (
     progress_bar,
 )
 from benchmarks.publish import RESULTS, publish
+from benchmarks.records import kept
 
 import multiprocessing
 import re
@@ -91,7 +92,6 @@ from adalog.inputs.images import Preprocessing, find_images
 from adalog.inputs.zoo import load_model
 from adalog.search import released
 from adalog.study.doctor import machine
-from adalog.study.tables import kept
 
 CHEAP = Search(init=(4, 2), parents=1, steps=0, rounds=1)
 IMAGES, WIDTHS, POINTS = (8, 16, 32, 64, 128), (192, 384, 768), (32, 64, 128, 256, 512)  # for --scaling

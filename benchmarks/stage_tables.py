@@ -1,11 +1,10 @@
 """Tables of the stages after the search, and of widths within a budget."""
 
 from benchmarks.publish import RESULTS, markdown_table, read, source
+from experiments.markdown import markdown
 
 from statistics import mean
 from typing import Any
-
-from adalog.study.markdown import markdown
 
 STAGES = {
     "search": "the search of `adalog`",
@@ -127,7 +126,7 @@ def table_d() -> str:
 
 
 def _format_table(name: str, how: str) -> str:
-    """Format the JSON of `adalog tables NAME --models demo --seeds 3`; empty if there is no such file."""
+    """Format the JSON of `experiments.tables NAME --models demo --seeds 3`; empty if there is no such file."""
     file = f"tables-demo-{name}"
     if not (RESULTS / f"{file}.json").exists():
         return ""

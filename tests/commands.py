@@ -1,4 +1,7 @@
-"""The command line as tests call it: in a process of its own, or in this one."""
+"""Command lines as tests call them, in a process of their own or in this one.
+
+The command line is that of `adalog`, unless `main` names the one of a script.
+"""
 
 import functools
 import multiprocessing
@@ -20,8 +23,8 @@ def forking():
     return context
 
 
-def _child(arguments, folder, environment, prepare, out, error):
-    """Run `adalog ARGUMENTS` in a forked process, and write its outputs to two files."""
+def _child(main, arguments, folder, environment, prepare, out, error):
+    """Run a command line in a forked process, and write its outputs to two files."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -33,7 +36,7 @@ def _child(arguments, folder, environment, prepare, out, error):
     main()
 
 
-def forked(*arguments, cwd=None, prepare=None, **environment):
+def forked(*arguments, main=main, cwd=None, prepare=None, **environment):
     """Return the exit code, standard output and standard error of `adalog ARGUMENTS`, in a process of its own.
 
     prepare: a function of a module that the process calls first, to change what the package does.
@@ -41,7 +44,14 @@ def forked(*arguments, cwd=None, prepare=None, **environment):
     """
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("out", "error")]
-        given = [str(each) for each in arguments], cwd or Path.cwd(), {**os.environ, **environment}, prepare, *files
+        given = (
+            main,
+            [str(each) for each in arguments],
+            cwd or Path.cwd(),
+            {**os.environ, **environment},
+            prepare,
+            *files,
+        )
         process = forking().Process(target=_child, args=given)
         process.start()
         process.join(600)
@@ -49,15 +59,15 @@ def forked(*arguments, cwd=None, prepare=None, **environment):
         return process.exitcode, *(file.read_text() for file in files)
 
 
-def run(*arguments, cwd=None, code=0, prepare=None):
+def run(*arguments, main=main, cwd=None, code=0, prepare=None):
     """Standard output of `adalog ARGUMENTS`, which must exit with `code` and never show a traceback."""
-    found, out, error = forked(*arguments, cwd=cwd, prepare=prepare)
+    found, out, error = forked(*arguments, main=main, cwd=cwd, prepare=prepare)
     assert "Traceback" not in error
     assert found == code, error
     return out if code == 0 else error
 
 
-def _inside(monkeypatch, capsys, arguments):
+def _inside(monkeypatch, capsys, arguments, main):
     """The exit code of `adalog ARGUMENTS` in this process, and what it wrote to the two outputs."""
     monkeypatch.setattr(sys, "argv", ["adalog", *map(str, arguments)])
     with pytest.raises(SystemExit) as stopped:
@@ -65,14 +75,14 @@ def _inside(monkeypatch, capsys, arguments):
     return stopped.value.code, *capsys.readouterr()
 
 
-def call(monkeypatch, capsys, *arguments):
+def call(monkeypatch, capsys, *arguments, main=main):
     """The exit code and the error output of `adalog ARGUMENTS`, in this process."""
-    code, _, error = _inside(monkeypatch, capsys, arguments)
+    code, _, error = _inside(monkeypatch, capsys, arguments, main)
     return code, error
 
 
-def say(monkeypatch, capsys, *arguments):
+def say(monkeypatch, capsys, *arguments, main=main):
     """Standard output of `adalog ARGUMENTS`, in this process, which must exit with 0 and write no error."""
-    code, output, error = _inside(monkeypatch, capsys, arguments)
+    code, output, error = _inside(monkeypatch, capsys, arguments, main)
     assert (code or 0, error) == (0, "")
     return output

@@ -787,15 +787,6 @@ def test_bench_says_which_model_does_not_fit(artifacts_place, monkeypatch, capsy
     assert (code, "cannot be timed" in error, "integers" in error) == (2, True, False), error
 
 
-def test_tables_take_a_name_with_a_comma(monkeypatch, capsys, tmp_path):
-    code, error = call(monkeypatch, capsys, "tables", "5", "--rows", "FPCS, theirs", "--out", tmp_path / "t")
-    assert (code, "'FPCS, theirs'" in error.replace("\n", " ")) == (2, True), error
-    code, error = call(monkeypatch, capsys, "tables", "C", "1")
-    assert (code, "measure it without 1" in error.replace("\n", " ")) == (2, True), error
-    code, error = call(monkeypatch, capsys, "tables", "1", "--out", ".")
-    assert (code, "does not name a file" in error) == (2, True), error
-
-
 def test_detectors_where_none_is_taken(monkeypatch, capsys, tmp_path):
     code, error = call(monkeypatch, capsys, "pareto", "demo:detector", "--out", tmp_path / "p.png")
     assert (code, "is a detector, which this command does not support" in error) == (2, True), error

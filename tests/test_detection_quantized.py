@@ -11,8 +11,8 @@ from adalog import ArtifactError, CalibrationError, Config, QuantizedModel, Sear
 from adalog.calibration import calibration
 from adalog.detection import quantized as whole
 from adalog.detection.detector import Detector
+from adalog.detection.sensitivity import sensitivities
 from adalog.graph.rewrite import rewritten
-from adalog.study.detectors import sensitivities
 from problems_detector import SETTINGS, make, pictures
 from stored import serialise
 

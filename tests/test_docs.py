@@ -102,7 +102,9 @@ def test_links_lead_somewhere(page):
 
 @by_page
 def test_files_that_are_named_exist(page):
-    named = re.findall(r"`((?:src|tests|benchmarks|tools|constraints)/[\w./-]+)", page.read_text(encoding="utf-8"))
+    named = re.findall(
+        r"`((?:src|tests|benchmarks|experiments|tools|constraints)/[\w./-]+)", page.read_text(encoding="utf-8")
+    )
     missing = [path for path in named if not (ROOT / path).exists()]
     assert missing == []
 

@@ -1,4 +1,4 @@
-"""The order of the modules, read from their imports."""
+"""The order of the modules, read from their imports, inside the library and beside it."""
 
 import ast
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "adalog"
+OUTSIDE = ("experiments", "benchmarks")
 STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 BASE = {"errors", "extras", "library", "device", "files", "ranks", "stored", "version"}
@@ -44,10 +45,10 @@ MAY_IMPORT = {
 }
 MAY_IMPORT["adalog"] = {part for part in MAY_IMPORT if part not in BASE}
 MAY_IMPORT["pipeline"] = MAY_IMPORT["adalog"] | {"adalog"}
-MAY_IMPORT["detection"] = MAY_IMPORT["adalog"] | {"adalog"}
-MAY_IMPORT["study"] = MAY_IMPORT["detection"] | {"detection"}
+MAY_IMPORT["study"] = MAY_IMPORT["adalog"] | {"adalog"}
 MAY_IMPORT["report"] = MAY_IMPORT["study"] | {"study"}
-MAY_IMPORT["cli"] = MAY_IMPORT["report"] | {"report"}
+MAY_IMPORT["detection"] = MAY_IMPORT["study"] | {"study"}
+MAY_IMPORT["cli"] = MAY_IMPORT["report"] | {"report", "detection"}
 MAY_IMPORT["__main__"] = {"cli"}
 
 
@@ -66,6 +67,13 @@ def modules() -> dict[str, Path]:
 
 
 @cache
+def outside() -> dict[str, Path]:
+    """The modules of the packages beside the library, which the wheel leaves out."""
+    files = [file for name in OUTSIDE for file in sorted((ROOT / name).glob("*.py"))]
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
+
+
+@cache
 def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
 
@@ -76,7 +84,7 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def imported(tree: ast.AST, here: str) -> set[str]:
-    """The modules of the package that a module imports, inside functions too; not what only types need."""
+    """The modules of our packages that a module imports, inside functions too; not what only types need."""
     found = set()
     for node in statements(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
@@ -86,28 +94,43 @@ def imported(tree: ast.AST, here: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{here} imports relatively: write the whole name"
             names = {f"{node.module}.{name.name}" for name in node.names}
-            inner = names & set(modules())
+            inner = names & (set(modules()) | set(outside()))
             found |= inner | ({node.module} if names - inner else set())
         else:
             found |= imported(node, here)
-    return {name for name in found if name.split(".")[0] == "adalog"}
+    return {name for name in found if name.split(".")[0] in ("adalog", *OUTSIDE)}
 
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """What each module of the package imports of it."""
-    return {name: imported(tree_of(file), name) - {name} for name, file in modules().items()}
+    """What each module imports of our packages."""
+    files = modules() | outside()
+    return {name: imported(tree_of(file), name) - {name} for name, file in files.items()}
 
 
 def test_no_module_imports_a_higher_one():
     """graph and search, neither of which may import the other, are among them."""
     failures = [
         f"{module} -> {other}"
-        for module, others in imports().items()
-        for other in sorted(others)
+        for module in modules()
+        for other in sorted(imports()[module])
         if part_of(other) not in MAY_IMPORT[part_of(module)] | BASE | {part_of(module)}
     ]
     assert not failures
+
+
+def test_the_library_imports_no_experiment_or_benchmark():
+    failures = [
+        f"{module} -> {other}"
+        for module in modules()
+        for other in sorted(imports()[module])
+        if other.split(".")[0] in OUTSIDE
+    ]
+    assert not failures
+
+
+def test_only_the_command_line_may_import_detection():
+    assert {part for part, others in MAY_IMPORT.items() if "detection" in others} == {"cli"}
 
 
 def test_what_the_order_allows_has_no_circle():
@@ -124,8 +147,11 @@ def test_no_modules_import_each_other():
 
 
 def test_benchmarks_do_not_import_the_command_line():
-    failures = []
-    for file in sorted((ROOT / "benchmarks").rglob("*.py")):
-        found = imported(tree_of(file), file.name)
-        failures += [f"benchmarks/{file.name} -> {name}" for name in sorted(found) if part_of(name) == "cli"]
+    failures = [
+        f"{module} -> {other}"
+        for module in outside()
+        if module.startswith("benchmarks.")
+        for other in sorted(imports()[module])
+        if other.split(".")[0] == "adalog" and part_of(other) == "cli"
+    ]
     assert not failures

@@ -445,7 +445,7 @@ def test_commands_for_one_process_say_so(monkeypatch, capsys):
     monkeypatch.setattr(Ranks, "of_environment", lambda: pytest.fail("it waits for others"))
     told = (
         "error: inspect runs as one process: start it without torchrun, which only supports quantize, evaluate, "
-        "sensitivity, pareto, tables\n"
+        "sensitivity, pareto\n"
     )
     assert call(monkeypatch, capsys, "inspect", "some.safetensors") == (2, told)
     monkeypatch.setenv("RANK", "1")

@@ -1,10 +1,16 @@
 """The paper's tables as a command: what is published, what is measured once and kept, and what is refused."""
 
+from benchmarks.records import kept
+from experiments import classifiers, paper
+from experiments.classifiers import Bench
+from experiments.markdown import markdown
+from experiments.paper import TABLES, Row, Table, find_published, plan, published
+from experiments.tables import main
+
 import copy
 import hashlib
 import json
 import re
-import sys
 from collections import defaultdict
 from dataclasses import replace
 
@@ -15,18 +21,13 @@ from PIL import Image
 
 from adalog import METHODS, Calibration, Config, DataError, Search
 from adalog.choices import Correction, RangeSearch, Reconstruction, ReleasedSearch
-from adalog.cli import main
 from adalog.cli.targets import load_model
 from adalog.inputs.images import Preprocessing
 from adalog.inputs.zoo import LoadedModel
 from adalog.methods import labelled
-from adalog.study import paper, tables
 from adalog.study.cost import cost
 from adalog.study.evaluate import mcnemar
-from adalog.study.markdown import markdown
-from adalog.study.paper import TABLES, Row, Table, find_published, plan, published
-from adalog.study.tables import Bench, kept
-from commands import run
+from commands import call, run, say
 from test_cli import MODELS
 
 FIGURES = published()["figures"]
@@ -208,7 +209,7 @@ def without_seconds(result):
 
 @pytest.mark.slow
 def test_rows_are_measured_as_evaluate_does(bench, two_tables):
-    result = tables.run(["B", "1"], [bench], seeds=2)
+    result = classifiers.run(["B", "1"], [bench], seeds=2)
     assert (result["finished"], result["of"], list(result["tables"])) == (7, 7, ["1", "B"])
     calibration = Calibration(bench.model.module, bench.sample(32, 1, 1), seed=1)
     model = calibration.quantize(quick("percentile"))
@@ -239,14 +240,14 @@ def test_fixops_are_counted_as_the_papers_are(bench):
     assert any(getattr(each, "width", 0) for each in model.program.quantizers.values())
     printed, runs = (cost(model.program, [bench.shape], as_printed=way) for way in (True, False))
     ways = sum(printed.by_role()[role].fixops for role in ("quantize", "dequantize"))
-    assert tables._costs(model.program, bench)["fixops"] == printed.fixops + ways < runs.fixops + ways
+    assert classifiers._costs(model.program, bench)["fixops"] == printed.fixops + ways < runs.fixops + ways
 
 
 @pytest.mark.slow
 def test_a_row_that_no_file_stores_is_measured(bench, monkeypatch):
     rows = (Row(("repq-vit-released",), quick("repq-vit-released"), "repq-vit"),)
     monkeypatch.setattr(paper, "TABLES", {"1": Table("one", ("method",), rows, cost=True)})
-    result = tables.run(["1"], [bench])
+    result = classifiers.run(["1"], [bench])
     (row,) = result["rows"]
     assert (row["names"], row["published"], result["executors"]) == (
         ["repq-vit-released"],
@@ -259,13 +260,13 @@ def test_a_row_that_no_file_stores_is_measured(bench, monkeypatch):
 
 @pytest.mark.slow
 def test_published_figures_stand_beside_equal_budgets_only(bench, two_tables):
-    assert any(row["published"] for row in tables.run(["1"], [bench])["rows"])
-    assert not any(row["published"] for row in tables.run(["1"], [bench], images=4)["rows"])
+    assert any(row["published"] for row in classifiers.run(["1"], [bench])["rows"])
+    assert not any(row["published"] for row in classifiers.run(["1"], [bench], images=4)["rows"])
 
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on(bench, two_tables, tmp_path, monkeypatch):
-    whole = tables.run(["1", "B"], [bench], seeds=2)
+    whole = classifiers.run(["1", "B"], [bench], seeds=2)
     names = []
 
     def stop(done, total, what, result):
@@ -274,7 +275,7 @@ def test_an_interrupted_run_goes_on(bench, two_tables, tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tables.run(["1", "B"], [bench], seeds=2, work=tmp_path, progress=stop)
+        classifiers.run(["1", "B"], [bench], seeds=2, work=tmp_path, progress=stop)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     assert len(before) == 4  # three rows, and the full-precision model
     measured, quantize = [], Calibration.quantize
@@ -285,21 +286,21 @@ def test_an_interrupted_run_goes_on(bench, two_tables, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Calibration, "quantize", count)
     seen = []
-    again = tables.run(
+    again = classifiers.run(
         ["1", "B"], [bench], seeds=2, work=tmp_path, progress=lambda done, total, what, result: seen.append(result)
     )
     assert without_seconds(again) == without_seconds(whole)
     assert len(set(measured)) == 5
     assert {path: path.stat().st_mtime_ns for path in before} == before
     measured.clear()
-    assert tables.run(["B", "1"], [bench], seeds=2, work=tmp_path) == again
+    assert classifiers.run(["B", "1"], [bench], seeds=2, work=tmp_path) == again
     assert measured == []
 
 
 @pytest.mark.slow
 def test_what_is_finished_is_told(bench, two_tables):
     seen = []
-    tables.run(
+    classifiers.run(
         ["1"], [bench], progress=lambda done, total, what, result: seen.append((done, total, what, dict(result)))
     )
     assert [each[:2] for each in seen] == [(1, 3), (2, 3), (3, 3)]
@@ -311,16 +312,16 @@ def test_what_is_finished_is_told(bench, two_tables):
 
 @pytest.mark.slow
 def test_another_model_is_measured_anew(bench, two_tables, tmp_path):
-    first = tables.run(["1"], [bench], work=tmp_path)
+    first = classifiers.run(["1"], [bench], work=tmp_path)
     other = replace(bench, labels=bench.labels.roll(1))
-    again, fresh = (without_seconds(tables.run(["1"], [other], work=work)) for work in (tmp_path, None))
+    again, fresh = (without_seconds(classifiers.run(["1"], [other], work=work)) for work in (tmp_path, None))
     assert again == fresh
     weights = {name: value * 1.5 for name, value in bench.model.module.state_dict().items()}
     module = type(bench.model.module)(width=16, depth=1, heads=2).eval()
     module.load_state_dict(weights)
     scaled = replace(bench, model=replace(bench.model, module=module))
-    found = without_seconds(tables.run(["1"], [scaled], work=tmp_path))
-    assert found == without_seconds(tables.run(["1"], [scaled]))
+    found = without_seconds(classifiers.run(["1"], [scaled], work=tmp_path))
+    assert found == without_seconds(classifiers.run(["1"], [scaled]))
     assert found != without_seconds(first)
 
 
@@ -341,7 +342,7 @@ def test_kept_rows_are_whole_and_of_this_code(tmp_path, monkeypatch):
     assert kept(path, {"a": 1}, lambda: [2]) == [1]
     assert kept(path, {"a": 2}, lambda: [2]) == [2]
     with monkeypatch.context() as changed:
-        changed.setattr("adalog.study.tables.source_hash", lambda: "other code")
+        changed.setattr("benchmarks.records.source_hash", lambda: "other code")
         assert kept(path, {"a": 2}, lambda: [3]) == [3]
     with monkeypatch.context() as changed:
         changed.setattr("torch.__version__", "0.1")
@@ -370,12 +371,12 @@ def test_a_row_of_one_seed_is_no_row_of_another(bench, two_tables, tmp_path, mon
         return {**whole, **shares, "executor": "native", "seconds": 1.0}
 
     whole = {"classes": [], "top1": 1.0, "right": "00", "fixops": 1, "bytes": 1}
-    monkeypatch.setattr(tables._Measured, "_quantized", measure)
-    monkeypatch.setattr(tables._Measured, "_full_precision", lambda self, classes: whole)
-    tables.run(["1"], [bench], work=tmp_path)
+    monkeypatch.setattr(classifiers._Measured, "_quantized", measure)
+    monkeypatch.setattr(classifiers._Measured, "_full_precision", lambda self, classes: whole)
+    classifiers.run(["1"], [bench], work=tmp_path)
     for count in (1, 0):  # what is left to be measured of the second seed
         measured.clear()
-        result = tables.run(["1"], [bench], seeds=2, work=tmp_path)
+        result = classifiers.run(["1"], [bench], seeds=2, work=tmp_path)
         assert measured == [1] * 2 * count
         row = next(row for row in result["rows"] if row["names"] == ["percentile"])
         assert row["top1"]["values"] == [1 / 8, 2 / 8]
@@ -388,7 +389,7 @@ def test_a_row_of_one_seed_is_no_row_of_another(bench, two_tables, tmp_path, mon
 
 @pytest.mark.slow
 def test_columns_that_say_nothing_are_left_out(bench, two_tables):
-    text = markdown(tables.run(["1", "B"], [bench], seeds=2))
+    text = markdown(classifiers.run(["1", "B"], [bench], seeds=2))
     assert "| bits | method | top-1 [%] | published [%] | agreement [%] | p, float | CPU s |" in text
     assert "## Table B: other" in text
     assert "| W32/A32 | full precision |" in text
@@ -397,17 +398,14 @@ def test_columns_that_say_nothing_are_left_out(bench, two_tables):
     assert "FixOPs [M]" in text
     assert "over 2 seeds, with 32 calibration images" in text
     unpublished = replace(bench, model=replace(bench.model, name="demo"))
-    assert "published" not in markdown(tables.run(["1"], [unpublished]))
+    assert "published" not in markdown(classifiers.run(["1"], [unpublished]))
 
 
 # --- the command ---
 
 
 def test_they_are_listed(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["adalog", "tables", "--json", "-"])
-    with pytest.raises(SystemExit, match="0"):
-        main()
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(say(monkeypatch, capsys, "--json", "-", main=main))
     assert [row["table"] for row in rows] == ["1", "2", "3", "4", "5", "A", "B", "C", "D"]
     assert all(row["title"] for row in rows)
 
@@ -431,7 +429,7 @@ def place(tmp_path):
 def test_a_table_from_the_command_line(place):
     """From files to files; and once more, from its rows, the same."""
     given = ("5", "--models", "models.py:small", "--data", "data", "--images", 4, "--jobs", 2, "--seeds", 2)
-    text = run("tables", *given, "--out", "found.md", cwd=place)
+    text = run(*given, "--out", "found.md", main=main, cwd=place)
     assert text.strip() == (place / "found.md").read_text().strip()
     told = json.loads((place / "found.json").read_text())
     rows = ["alternating, ours", "FPCS, ours", "brute force, ours", "alternating, released", "FPCS, released"]
@@ -439,7 +437,7 @@ def test_a_table_from_the_command_line(place):
     assert told["models"]["models.py:small"]["images"] == 9
     assert told["finished"] == told["of"] == 9
     assert len(list((place / "found.rows").iterdir())) == 10
-    assert json.loads(run("tables", *given, "--out", "found", "--json", "-", cwd=place)) == told
+    assert json.loads(run(*given, "--out", "found", "--json", "-", main=main, cwd=place)) == told
 
 
 @pytest.mark.parametrize(
@@ -473,11 +471,24 @@ def test_what_is_not_right(place, given, why, monkeypatch, capsys):
                 Image.new("RGB", (8, 8)).save(target / "0.png")
                 Image.new("RGB", (8, 8)).save(target / "1.png")
     monkeypatch.chdir(place)
-    monkeypatch.setattr(sys, "argv", ["adalog", "tables", *given])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert why in capsys.readouterr().err
+    code, error = call(monkeypatch, capsys, *given, main=main)
+    assert code == 2
+    assert why in error
     assert not (place / "adalog-tables.rows").exists()
+
+
+def test_they_take_a_name_with_a_comma(monkeypatch, capsys, tmp_path):
+    code, error = call(monkeypatch, capsys, "5", "--rows", "FPCS, theirs", "--out", tmp_path / "t", main=main)
+    assert (code, "'FPCS, theirs'" in error.replace("\n", " ")) == (2, True), error
+    code, error = call(monkeypatch, capsys, "1", "--out", ".", main=main)
+    assert (code, "does not name a file" in error) == (2, True), error
+
+
+def test_debug_shows_the_traceback_of_an_error(monkeypatch, capsys):
+    code, error = call(monkeypatch, capsys, "9", "--debug", main=main)
+    assert code == 2
+    assert error.startswith("Traceback (most recent call last):")
+    assert error.endswith("error: table '9' is not one of 1, 2, 3, 4, 5, A, B, C, D\n")
 
 
 # --- published figures ------------------------------------------------------------------------------------------------
@@ -567,9 +578,9 @@ def test_a_row_that_fits_images_is_measured(monkeypatch, bench):
     found = {"4": Table("Some", ("method",), (row, Row(("none",), quick("minmax"))))}
     monkeypatch.setattr(paper, "TABLES", found)
     whole = replace(bench, more=torch.cat([bench.judged, bench.pool]))
-    result = tables.run(["4"], [whole], images=4)
+    result = classifiers.run(["4"], [whole], images=4)
     assert [entry["names"] for entry in result["rows"]] == [["some"], ["none"]]
-    alone = tables.run(["4"], [bench], images=4, firsts=["none"])
+    alone = classifiers.run(["4"], [bench], images=4, firsts=["none"])
     assert alone["rows"][0]["top1"]["values"] == result["rows"][1]["top1"]["values"]
     assert all(entry["published"] == {} for entry in result["rows"])  # on other numbers of images
 
@@ -618,7 +629,7 @@ def test_the_rows_of_reconstruction_are_those_of_the_papers_table():
 def test_another_device_is_measured_anew(bench):
     module = copy.deepcopy(bench.model.module)
     keys = [
-        tables._Measured(
+        classifiers._Measured(
             replace(bench, model=replace(bench.model, module=module)), 4, 0, 1, torch.device(name), None
         )._key
         for name in ("cpu", "meta")

@@ -1,19 +1,24 @@
 """Fill the command-line page of the documentation with the help of all commands while mkdocs builds it."""
 
+from experiments import tables
+
 from typing import Any
 
 import typer
 from typer.cli import get_docs_for_click
 
 from adalog.cli import app
+from adalog.cli.console import script_app
 
-MARKER = "<!-- commands -->"
+APPS = {"adalog": app, "python -m experiments.tables": script_app(tables.command)}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the marker with the help of all commands; mkdocs calls this for each page."""
-    if MARKER not in markdown:
-        return markdown
-    command = typer.main.get_command(app)
-    text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="adalog", title="")
-    return markdown.replace(MARKER, text.partition("\n")[2])
+    """Replace each marker with the help of the command line that it names; mkdocs calls this for each page."""
+    for name, each in APPS.items():
+        marker = f"<!-- help of {name} -->"
+        if marker in markdown:
+            command = typer.main.get_command(each)
+            text = get_docs_for_click(obj=command, ctx=typer.Context(command), name=name, title="")
+            markdown = markdown.replace(marker, text.partition("\n")[2])
+    return markdown

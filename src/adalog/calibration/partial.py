@@ -143,7 +143,7 @@ def check_storable(search: object) -> None:
     if isinstance(search, RangeSearch) and not search.round_zero_point:
         raise ValueError(
             "round_zero_point = False finds zero points that no file can store, whether an artifact or a partial file: "
-            "evaluate the model in memory, as `adalog tables` does, or use the method repq-vit, which rounds them"
+            "evaluate the model in memory, or use the method repq-vit, which rounds them"
         )
 
 

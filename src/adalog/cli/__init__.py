@@ -1,7 +1,7 @@
 """The command line interface: one module per command, each with a function `command`."""
 
+import sys
 from collections.abc import Callable
-from typing import Annotated
 
 import torch
 import typer
@@ -22,11 +22,11 @@ from adalog.cli import (
     quantize,
     report,
     sensitivity,
-    tables,
     tape,
     vectors,
 )
-from adalog.cli.console import Commands, Session, run
+from adalog.cli.console import Commands, run
+from adalog.cli.options import DebugOption
 
 # `adalog --help` lists the commands in this order.
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -41,7 +41,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "inspect": inspect.command,
     "report": report.command,
     "methods": methods.command,
-    "tables": tables.command,
     "figures": figures.command,
     "doctor": doctor.command,
     "bench": bench.command,
@@ -51,7 +50,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 # Commands that torchrun may run as several processes.
-SHARED = ("quantize", "evaluate", "sensitivity", "pareto", "tables")
+SHARED = ("quantize", "evaluate", "sensitivity", "pareto")
 
 app = typer.Typer(
     cls=Commands,
@@ -65,14 +64,11 @@ for _name, _command in COMMANDS.items():
 
 
 @app.callback()
-def _before_the_command(
-    context: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")] = False,
-) -> None:
-    context.ensure_object(Session).debug = debug
+def _before_the_command(debug: DebugOption = False) -> None:
+    """Take the options that stand before the name of a command."""
 
 
 def main() -> None:
     """Run the `adalog` command. The exit code is 0 for success, 1 for failure and 2 for bad input."""
     torch.set_num_threads(1)  # adalog runs sites and batches in parallel instead, which scales better
-    run(app, SHARED)
+    run(app, next((word for word in sys.argv[1:] if not word.startswith("-")), ""), SHARED)

@@ -17,11 +17,13 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
+import torch
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from adalog import AdalogError, DataError, files
 from adalog.detection.detector import KINDS
@@ -52,15 +54,47 @@ class Commands(TyperGroup):
     """A group of commands that lets `run` handle Ctrl-C."""
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _interruptible():
             return super().invoke(ctx)
-        except KeyboardInterrupt as cause:
-            raise Interrupted from cause
 
 
-def run(app: Callable[..., Any], shared: Sequence[str]) -> None:
+class Script(TyperCommand):
+    """A command by itself that lets `run` handle Ctrl-C."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with _interruptible():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Raise Interrupted for Ctrl-C while the context is open."""
+    try:
+        yield
+    except KeyboardInterrupt as cause:
+        raise Interrupted from cause
+
+
+def script_app(command: Callable[..., None]) -> typer.Typer:
+    """Return the command line of a program that has this command only."""
+    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+    app.command(cls=Script)(command)
+    return app
+
+
+def run_script(name: str, command: Callable[..., None], *, shared: bool = False) -> None:
+    """Run a program that has this command only, as `run` runs `adalog`.
+
+    shared: whether it may run as several processes.
+    """
+    torch.set_num_threads(1)  # adalog runs sites and batches in parallel instead, which scales better
+    run(script_app(command), name, [name] if shared else [])
+
+
+def run(app: Callable[..., Any], command: str, shared: Sequence[str]) -> None:
     """Run the command line `app`; turn an error into one line on standard error and an exit code.
 
+    command: the name of the command, or "" if there is none.
     shared: commands that may run as several processes. Other commands fail before a process waits for the rest.
     """
     if sys.stdout is None:
@@ -70,7 +104,7 @@ def run(app: Callable[..., Any], shared: Sequence[str]) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a file name may be invalid text
     session, ranks, terminal = Session(), ALONE, sys.stderr
     try:
-        ranks = _ranks(shared)
+        ranks = _ranks(command, shared)
         with _among(ranks):
             code = _ended(app, session, ranks)
     except (Exception, Interrupted, KeyboardInterrupt) as error:
@@ -79,17 +113,16 @@ def run(app: Callable[..., Any], shared: Sequence[str]) -> None:
     sys.exit(code)
 
 
-def _ranks(shared: Sequence[str]) -> Ranks:
+def _ranks(command: str, shared: Sequence[str]) -> Ranks:
     """Return the processes that run this command together; raise ValueError if it does not support several."""
-    command, world = next((word for word in sys.argv[1:] if not word.startswith("-")), ""), Ranks.expected()
+    world = Ranks.expected()
     if world == 1 or not command:
         return Ranks.of_environment() if command else ALONE
     if command not in shared:
         if os.environ.get("RANK", "0") != "0":
             sys.exit(BAD_INPUT)  # the first process reports the error
-        raise ValueError(
-            f"{command} runs as one process: start it without torchrun, which only supports {', '.join(shared)}"
-        )
+        only = f", which only supports {', '.join(shared)}" if shared else ""
+        raise ValueError(f"{command} runs as one process: start it without torchrun{only}")
     late = Timer(5.0, note, [f"waiting for {world} processes, the value of WORLD_SIZE"])
     late.daemon = True
     late.start()

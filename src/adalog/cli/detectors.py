@@ -31,12 +31,12 @@ from adalog.detection.demo.scenes import scene
 from adalog.detection.detector import KINDS, Detector
 from adalog.detection.images import Batch, batches_of, read
 from adalog.detection.quantized import compiled, fastest, is_detector, load, quantize_detector, save
+from adalog.detection.sensitivity import sensitivities
 from adalog.extras import extra_module
 from adalog.inputs import zoo as models
 from adalog.inputs.images import find_images
 from adalog.ledger import float_lines, ledger_table
 from adalog.model import QuantizedModel
-from adalog.study.detectors import sensitivities
 from adalog.study.evaluate import in_batches
 from adalog.study.sensitivity import Sensitivity
 

@@ -9,11 +9,18 @@ import torch
 import typer
 
 from adalog import METHODS
-from adalog.cli.console import job, quiet
+from adalog.cli.console import Session, job, quiet
 from adalog.ranks import ALONE, Ranks
 from adalog.study import sensitivity
 from adalog.study.doctor import available_cores
 
+
+def _set_debug(context: typer.Context, debug: bool) -> bool:
+    context.ensure_object(Session).debug = debug
+    return debug
+
+
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.", callback=_set_debug)]
 JsonOption = Annotated[
     str | None, typer.Option("--json", help="Write the result as JSON to this file; - means standard output.")
 ]

@@ -10,7 +10,6 @@ from adalog import artifact
 from adalog.ledger import float_lines
 from adalog.study.cost import PRODUCT_ROLES, Cost
 from adalog.study.evaluate import Score, Share
-from adalog.study.paper import Table as PaperTable
 
 
 def percent(value: float | None) -> str:
@@ -68,18 +67,6 @@ def methods_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         chosen = ", ".join(f"{name} = {_choice(value)}" for name, value in row["choices"].items())
         table.add_row(row["name"], escape(row["source"]), escape(chosen))
-    return table
-
-
-def tables_list(tables: Mapping[str, PaperTable]) -> Table:
-    """Return a table of the tables that can be measured."""
-    table = Table(
-        title="Tables of the paper, and our table D. Measure with: adalog tables N ... --models MODEL,... --data FOLDER"
-    )
-    for column in ("table", "title", "rows"):
-        table.add_column(column, overflow="fold")
-    for name, each in tables.items():
-        table.add_row(name, escape(each.title), str(len(each.rows)))
     return table
 
 

@@ -1,1 +1,1 @@
-"""Studies of quantized models: accuracy, cost, time, figures and the tables of the paper."""
+"""Studies of quantized models: accuracy, cost, time and figures."""

@@ -1,9 +1,15 @@
 """Measure the paper's table of detectors on your own detectors and images, by COCO's average precision."""
 
+from benchmarks.records import kept, statistics
+from experiments import paper
+from experiments.classifiers import Progress, file_name, short_name
+from experiments.markdown import unfinished
+from experiments.paper import IMAGES, bits_name, find_published, plan, published
+
 import hashlib
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,33 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from adalog.calibration import schedule
-from adalog.calibration.calibration import MEMORY
 from adalog.calibration.partial import raw_bytes
 from adalog.config import Config
 from adalog.detection import coco, demo, zoo
 from adalog.detection.demo.scenes import scene
-from adalog.detection.detector import KINDS, Detections, Detector
+from adalog.detection.detector import Detections, Detector
 from adalog.detection.images import Batch, batches_of, read
-from adalog.detection.quantized import (
-    check_parts,
-    config_of,
-    fastest,
-    part_calibration,
-    quantize_detector,
-    recorded,
-    within,
-)
+from adalog.detection.quantized import fastest, quantize_detector
 from adalog.errors import DataError
 from adalog.inputs.images import find_images
 from adalog.methods import labelled
 from adalog.ranks import ALONE, Ranks
-from adalog.study import paper
 from adalog.study.doctor import machine
-from adalog.study.markdown import unfinished
-from adalog.study.paper import IMAGES, bits_name, find_published, plan, published
-from adalog.study.sensitivity import WIDTHS, Sensitivity, sensitivity
-from adalog.study.tables import Progress, file_name, kept, short_name, statistics
 
 TABLE = "C"
 _MEASURED = ("box_ap", "mask_ap", "seconds")
@@ -110,53 +101,6 @@ class DetectorBench:
         return {"model": self.name, "weights": weights.hexdigest(), "images": images.hexdigest()}
 
 
-@torch.no_grad()
-def sensitivities(
-    detector: Detector,
-    calibrating: Sequence[Batch],
-    judging: Sequence[Batch],
-    config: Config,
-    widths: Iterable[int] = WIDTHS,
-    *,
-    parts: Collection[str] = KINDS,
-    seed: int = 0,
-    jobs: int = 1,
-    memory: int = MEMORY,
-    partial: Path | None = None,
-    progress: schedule.Progress | None = None,
-    ranks: Ranks = ALONE,
-) -> dict[str, Sensitivity]:
-    """Return the loss of each part's output if one operand alone is quantized, for every operand of every part.
-
-    The loss is the relative squared error of the part's own outputs. Parts get the inputs that the float detector gives
-    them.
-    judging: the evaluation images.
-    parts: the kinds of parts to measure.
-    The other arguments are those of `quantize_detector` and `sensitivity`. Raises ValueError for an unknown kind of
-    part.
-    """
-    check_parts(parts)
-    inputs, _ = recorded(detector, calibrating)
-    judged, _ = recorded(detector, judging)
-    found = {}
-    for name, part in detector.parts.items():
-        if name.partition("_")[0] in parts:
-            assert isinstance(part, nn.Module)
-            found[name] = sensitivity(
-                part_calibration(part, name, inputs[name], inputs[name], seed=seed, memory=memory),
-                config_of(name, config),
-                judged[name],
-                widths,
-                measure="relative squared error",
-                jobs=jobs,
-                memory=memory // 2,
-                partial=None if partial is None else partial.with_name(f"{partial.name}.{name}"),
-                progress=within(name, progress),
-                ranks=ranks,
-            )
-    return found
-
-
 def run(
     benches: Sequence[DetectorBench],
     *,
@@ -169,7 +113,7 @@ def run(
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
-    """Measure the table and return it as JSON; the arguments are those of `tables.run`.
+    """Measure the table and return it as JSON; the arguments are those of `classifiers.run`.
 
     If a method cannot quantize a detector, its row gives the reason.
     """

@@ -1,5 +1,8 @@
 """The paper's table of detectors, measured on the bundled one and on images of one's own."""
 
+from experiments import detectors, paper
+from experiments.tables import main
+
 import json
 import math
 
@@ -9,7 +12,6 @@ from PIL import Image
 from adalog import METHODS, DataError
 from adalog.detection import demo
 from adalog.detection.demo.scenes import scene
-from adalog.study import detectors, paper
 from commands import call, say
 
 pytest.importorskip("torchvision")
@@ -91,23 +93,23 @@ def test_an_image_that_cannot_be_read_ends_the_run(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("tables", "C", "1"), "table C is about detectors: measure it without 1"),
-        (("tables", "C", "--device", "cuda"), "table C is measured on the CPU only: leave out --device cuda"),
-        (("tables", "C", "--data", "."), "the bundled detector has its own images and weights: leave out --data"),
+        (("C", "1"), "table C is about detectors: measure it without 1"),
+        (("C", "--device", "cuda"), "table C is measured on the CPU only: leave out --device cuda"),
+        (("C", "--data", "."), "the bundled detector has its own images and weights: leave out --data"),
         (
-            ("tables", "C", "--models", "timm:vit"),
+            ("C", "--models", "timm:vit"),
             "table C is about detectors, and timm:vit is not one: give mmdet:NAME",
         ),
-        (("tables", "C", "--models", "mmdet:mask-swin-t"), "has no weights: give --checkpoint"),
-        (("tables", "1", "--checkpoint", "x"), "--checkpoint applies only to table C"),
+        (("C", "--models", "mmdet:mask-swin-t"), "has no weights: give --checkpoint"),
+        (("1", "--checkpoint", "x"), "--checkpoint applies only to table C"),
     ],
 )
 def test_bad_input(arguments, told, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    code, message = call(monkeypatch, capsys, *arguments)
+    code, message = call(monkeypatch, capsys, *arguments, main=main)
     assert code == 2
     assert told in message
 
 
 def test_the_table_is_listed(monkeypatch, capsys):
-    assert "AP of detectors" in say(monkeypatch, capsys, "tables")
+    assert "AP of detectors" in say(monkeypatch, capsys, main=main)

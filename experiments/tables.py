@@ -1,4 +1,12 @@
-"""`adalog tables`: list the tables of the paper, or measure them."""
+"""List the tables of the paper, or measure them.
+
+    python -m experiments.tables [N]... [--models demo] [--data FOLDER] [--seeds 3] ...
+
+`--help` lists the options. Under torchrun, several processes share the rows.
+"""
+
+from experiments import classifiers, detectors, paper
+from experiments.markdown import markdown
 
 import re
 from collections.abc import Callable, Sequence
@@ -8,16 +16,24 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
 from adalog import DataError, files
-from adalog.cli import views
-from adalog.cli.console import check_outputs, emit_json, job, progress_bar, quiet, say, waiting, write_file
-from adalog.cli.options import DeviceOption, JsonOption, find_device, thread_count
+from adalog.cli.console import (
+    check_outputs,
+    emit_json,
+    job,
+    progress_bar,
+    quiet,
+    run_script,
+    say,
+    waiting,
+    write_file,
+)
+from adalog.cli.options import DebugOption, DeviceOption, JsonOption, find_device, thread_count
 from adalog.cli.targets import load_model, source_of
 from adalog.detection import zoo as detection
 from adalog.inputs import zoo
-from adalog.study import detectors, paper, tables
-from adalog.study.markdown import markdown
 
 
 def command(
@@ -62,12 +78,13 @@ def command(
     device: DeviceOption = "cpu",
     jobs: Annotated[int, typer.Option(min=0, help="Number of CPU threads; 0 means one per core.")] = 0,
     json_out: JsonOption = None,
+    debug: DebugOption = False,
 ) -> None:
     """List the tables of the paper, or measure them on your models and compare with the published figures."""
     if not names:
         check_outputs(json_out)
         if json_out != "-":
-            say(views.tables_list(paper.TABLES))
+            say(_list())
         emit_json([{"table": name, "title": table.title} for name, table in paper.TABLES.items()], json_out)
         return
     # Names may contain ", ".
@@ -90,13 +107,13 @@ def command(
         if not zoo.is_model(name):
             raise DataError(f"unknown model {name!r}: give {zoo.KINDS}")
     place = find_device(device)
-    benches = [tables.Bench.of(load_model(name, False, None), data, images, fitted) for name in specs]
+    benches = [classifiers.Bench.of(load_model(name, False, None), data, images, fitted) for name in specs]
     for each in benches:
         with waiting(f"checking {each.model.name}"):
             each.check(place)
 
-    def measured(finished: tables.Progress) -> dict[str, Any]:
-        return tables.run(
+    def measured(finished: classifiers.Progress) -> dict[str, Any]:
+        return classifiers.run(
             names,
             benches,
             seeds=seeds,
@@ -111,6 +128,19 @@ def command(
         )
 
     _write(places, measured, markdown, json_out)
+
+
+def _list() -> Table:
+    """Return a list of the tables that can be measured."""
+    shown = Table(
+        title="Tables of the paper, and our table D. Measure with: python -m experiments.tables N ... "
+        "--models MODEL,... --data FOLDER"
+    )
+    for column in ("table", "title", "rows"):
+        shown.add_column(column, overflow="fold")
+    for name, table in paper.TABLES.items():
+        shown.add_row(name, escape(table.title), str(len(table.rows)))
+    return shown
 
 
 @dataclass(frozen=True)
@@ -136,7 +166,7 @@ class _Places:
 
 def _write(
     places: _Places,
-    measured: Callable[[tables.Progress], dict[str, Any]],
+    measured: Callable[[classifiers.Progress], dict[str, Any]],
     text: Callable[[dict[str, Any]], str],
     json_out: str | None,
 ) -> None:
@@ -187,7 +217,7 @@ def _detected(
             for name in specs
         ]
 
-    def measured(finished: tables.Progress) -> dict[str, Any]:
+    def measured(finished: classifiers.Progress) -> dict[str, Any]:
         return detectors.run(
             benches,
             seeds=seeds,
@@ -201,3 +231,12 @@ def _detected(
         )
 
     _write(places, measured, detectors.markdown, json_out)
+
+
+def main() -> None:
+    """Run the command. The exit code is 0 for success, 1 for failure and 2 for bad input."""
+    run_script("tables", command, shared=True)
+
+
+if __name__ == "__main__":
+    main()

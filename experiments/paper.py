@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from adalog.choices import AnySearch, Reconstruction, ReleasedSearch, Search, Stage
@@ -286,7 +286,7 @@ def published() -> dict[str, Any]:
     A figure has a table, model, bits, method, measure ("top1" [%], "fixops", "megabytes", "gpu_minutes"), value, number
     of calibration images (0 if nothing was calibrated) and source.
     """
-    content: dict[str, Any] = json.loads(resources.files("adalog.study").joinpath("published.json").read_text("utf-8"))
+    content: dict[str, Any] = json.loads(Path(__file__).with_name("published.json").read_text("utf-8"))
     return content
 
 

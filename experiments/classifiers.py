@@ -1,19 +1,21 @@
-"""Measure the paper's tables on your own models and images.
+"""Measure the paper's tables of classifiers on your own models and images.
 
 `run` measures each configuration of `paper.TABLES` once per model and seed, even if several tables have it, and keeps
 finished rows in files. `markdown.markdown` turns its result into text.
 """
 
+from benchmarks.records import kept, p_value, packed, read_kept, statistics
+from experiments import paper
+from experiments.paper import IMAGES, bits_name, find_published, images_fitted, plan, published
+
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,53 +24,17 @@ from adalog.calibration.calibration import Calibration
 from adalog.calibration.partial import raw_bytes
 from adalog.config import Config
 from adalog.errors import DataError
-from adalog.files import write_whole
 from adalog.graph.program import Program
 from adalog.inputs import demo
 from adalog.inputs.images import ImageSet, find_images
 from adalog.inputs.zoo import LoadedModel
 from adalog.model import quickest
 from adalog.ranks import ALONE, Ranks
-from adalog.study import paper
 from adalog.study.cost import cost
 from adalog.study.doctor import machine
-from adalog.study.evaluate import Prepared, check_classes, in_batches, mcnemar, predict, score
-from adalog.study.paper import IMAGES, bits_name, find_published, images_fitted, plan, published
-from adalog.version import source_hash
+from adalog.study.evaluate import Prepared, check_classes, in_batches, predict, score
 
 Progress = Callable[[int, int, str, dict[str, Any]], None]
-
-
-def kept(path: Path | None, key: dict[str, Any], make: Callable[[], Any]) -> Any:
-    """Return the result of `make`, read from the file `path` if it holds one for this key, else computed and stored.
-
-    The result is JSON. The source code of the package and the version of torch are part of every key, so that a result
-    is never used with other code. Raises DataError for a file that does not hold such a result.
-    """
-    value = read_kept(path, key)
-    if value is None:
-        value = make()
-        if path is not None:
-            write_whole(path, json.dumps({"key": _whole(key), "value": value}).encode())
-    return value
-
-
-def _whole(key: dict[str, Any]) -> dict[str, Any]:
-    """Return the key together with everything else that determines a result."""
-    return {**key, "source": source_hash(), "torch": torch.__version__}
-
-
-def read_kept(path: Path | None, key: dict[str, Any]) -> Any:
-    """Return the result that `kept` finds in the file; None if it has to be computed."""
-    if path is None or not path.exists():
-        return None
-    try:
-        found = json.loads(path.read_text())
-        return found["value"] if found["key"] == _whole(key) else None
-    except (ValueError, LookupError, TypeError) as cause:
-        raise DataError(
-            f"{path} does not hold a finished row ({cause}): remove it, or choose another folder"
-        ) from cause
 
 
 @dataclass(frozen=True)
@@ -361,11 +327,6 @@ def _costs(program: Program, bench: Bench) -> dict[str, Any]:
     return {"fixops": found.fixops + sum(conversions), "bytes": sum(found.size_bytes.values())}
 
 
-def packed(right: Tensor) -> str:
-    """Pack booleans (N,) into one bit each, written as a hexadecimal number."""
-    return np.packbits(right.numpy()).tobytes().hex()
-
-
 def _rows(
     names: Sequence[str],
     model: str,
@@ -403,18 +364,3 @@ def _taken(config: Config, images: int) -> int:
 
 
 _MEASURED = ("top1", "agreement", "seconds", "fixops", "bytes")
-
-
-def statistics(values: Iterable[float]) -> dict[str, Any]:
-    """Return the mean, the standard deviation and the values themselves, as results hold them."""
-    found = list(values)
-    return {"mean": mean(found), "std": stdev(found) if len(found) > 1 else 0.0, "values": found}
-
-
-def p_value(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
-    """Return McNemar's exact p-value for two records.
-
-    "right" says which images each record classifies correctly (see `packed`).
-    """
-    one, other = int(first["right"], 16), int(second["right"], 16)
-    return mcnemar((one & ~other).bit_count(), (other & ~one).bit_count())

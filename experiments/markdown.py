@@ -1,4 +1,6 @@
-"""Format the result of `tables.run` as Markdown."""
+"""Format the result of `classifiers.run` as Markdown."""
+
+from experiments.paper import bits_name, find_published
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -6,13 +8,12 @@ from typing import Any
 
 from adalog.config import Config
 from adalog.methods import labelled
-from adalog.study.paper import bits_name, find_published
 
 
 def markdown(result: Mapping[str, Any], heading: str = "## ") -> str:
     """Return a Markdown table for each table and model.
 
-    result: the return value of `tables.run`.
+    result: the return value of `classifiers.run`.
     """
     paragraphs = []
     for name, table in result["tables"].items():

@@ -1,0 +1,63 @@
+"""Measure the sensitivity of a detector, part by part."""
+
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from adalog.calibration import schedule
+from adalog.calibration.calibration import MEMORY
+from adalog.config import Config
+from adalog.detection.detector import KINDS, Detector
+from adalog.detection.images import Batch
+from adalog.detection.quantized import check_parts, config_of, part_calibration, recorded, within
+from adalog.ranks import ALONE, Ranks
+from adalog.study.sensitivity import WIDTHS, Sensitivity, sensitivity
+
+
+@torch.no_grad()
+def sensitivities(
+    detector: Detector,
+    calibrating: Sequence[Batch],
+    judging: Sequence[Batch],
+    config: Config,
+    widths: Iterable[int] = WIDTHS,
+    *,
+    parts: Collection[str] = KINDS,
+    seed: int = 0,
+    jobs: int = 1,
+    memory: int = MEMORY,
+    partial: Path | None = None,
+    progress: schedule.Progress | None = None,
+    ranks: Ranks = ALONE,
+) -> dict[str, Sensitivity]:
+    """Return the loss of each part's output if one operand alone is quantized, for every operand of every part.
+
+    The loss is the relative squared error of the part's own outputs. Parts get the inputs that the float detector gives
+    them.
+    judging: the evaluation images.
+    parts: the kinds of parts to measure.
+    The other arguments are those of `quantize_detector` and `sensitivity`. Raises ValueError for an unknown kind of
+    part.
+    """
+    check_parts(parts)
+    inputs, _ = recorded(detector, calibrating)
+    judged, _ = recorded(detector, judging)
+    found = {}
+    for name, part in detector.parts.items():
+        if name.partition("_")[0] in parts:
+            assert isinstance(part, nn.Module)
+            found[name] = sensitivity(
+                part_calibration(part, name, inputs[name], inputs[name], seed=seed, memory=memory),
+                config_of(name, config),
+                judged[name],
+                widths,
+                measure="relative squared error",
+                jobs=jobs,
+                memory=memory // 2,
+                partial=None if partial is None else partial.with_name(f"{partial.name}.{name}"),
+                progress=within(name, progress),
+                ranks=ranks,
+            )
+    return found
