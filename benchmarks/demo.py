@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from adalog.study.doctor import machine
-from adalog.study.figures import LEVEL_METHODS
+from adalog.study.levels import LEVEL_METHODS
 from adalog.version import source_hash
 
 

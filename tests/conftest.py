@@ -120,6 +120,6 @@ def searched(calibration):
 
 @pytest.fixture(scope="session")
 def drawn(searched):
-    from adalog.study import landscape  # draws with matplotlib, which few modules need
+    from experiments import landscape  # draws with matplotlib, which few modules need
 
     return landscape.landscapes(searched, Search(steps=2), size=6)

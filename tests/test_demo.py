@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from adalog.cli import demo
-from adalog.study.figures import LEVEL_METHODS
+from adalog.study.levels import LEVEL_METHODS
 
 
 def test_it_compares_what_is_worth_it_at_each_width():

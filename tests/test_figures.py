@@ -1,5 +1,8 @@
 """Pictures: what is drawn is what was measured, the same bytes each time, and the command writes what it lists."""
 
+from experiments import figures, landscape
+from experiments.figures import Drawn, main, sqnr_figure
+
 import io
 import json
 import math
@@ -16,7 +19,6 @@ from torch import nn
 
 import adalog
 from adalog import Calibration, Config, Search
-from adalog.cli import main
 from adalog.ledger import LedgerRow
 from adalog.quantizers import (
     LogQuantizer,
@@ -26,9 +28,8 @@ from adalog.quantizers import (
     log_levels,
     log_thresholds,
 )
-from adalog.study import figures, landscape, levels
+from adalog.study import levels
 from adalog.study.drawing import rendered
-from adalog.study.figures import Drawn, sqnr_figure
 from adalog.study.levels import Panel, histogram, level_figure, thresholds_of
 from commands import forked
 
@@ -125,11 +126,11 @@ def test_panels_of_a_calibration(calibration, fast):
 
 
 def test_panels_of_an_artifact(quantized, images):
-    softmax, gelu = levels.site_panels(quantized)
+    softmax, gelu = figures.site_panels(quantized)
     assert list(softmax.quantizers) == ["blocks.0.attn.av", "blocks.1.attn.av"]
     assert list(gelu.quantizers) == ["blocks.0.mlp.fc2", "blocks.1.mlp.fc2"]
     assert gelu.lift == pytest.approx(0.16997, abs=1e-5)
-    seen = levels.observed_panels(quantized, images)
+    seen = figures.observed_panels(quantized, images)
     assert [panel.title for panel in seen] == ["after softmax: blocks.1.attn.av", "after GELU: blocks.1.mlp.fc2"]
     taken = {}
     quantized.program.run(
@@ -235,8 +236,8 @@ def folder(tmp_path_factory):
 
 
 def call(monkeypatch, capsys, *arguments):
-    """Exit code, standard output and error output of `adalog ARGUMENTS` in this process."""
-    monkeypatch.setattr(sys, "argv", ["adalog", *map(str, arguments)])
+    """Exit code, standard output and error output of the command in this process."""
+    monkeypatch.setattr(sys, "argv", ["experiments.figures", *map(str, arguments)])
     with pytest.raises(SystemExit) as stopped:
         main()
     told = capsys.readouterr()
@@ -248,7 +249,7 @@ def test_figures_of_a_model(folder, tmp_path):
     """In a process of its own: the files that are listed, and no others."""
     arguments = [f"{folder / 'own.py'}:model", "--data", folder / "images", "--images", 4, "--bits", "w3a3"]
     arguments += ["--methods", "minmax,adalog", "--threads", 1, "--json", "-", "--out", tmp_path / "out"]
-    code, out, error = forked("figures", *arguments)
+    code, out, error = forked(*arguments, main=main)
     assert (code, error) == (0, "")
     told = json.loads(out)
     names = [entry["file"] for entry in told["files"]]
@@ -304,7 +305,7 @@ def test_figures_of_an_artifact(folder, tmp_path, monkeypatch, capsys):
         "--json",
         tmp_path / "told",
     ]
-    code, out, err = call(monkeypatch, capsys, "figures", *arguments)
+    code, out, err = call(monkeypatch, capsys, *arguments)
     assert (code, err) == (0, "")
     told = json.loads((tmp_path / "told").read_text())
     names = {entry["file"] for entry in told["files"]}
@@ -336,7 +337,7 @@ def test_figures_of_an_artifact(folder, tmp_path, monkeypatch, capsys):
 def test_bad_input(folder, monkeypatch, capsys, arguments, told):
     monkeypatch.chdir(folder)
     before = sorted(folder.iterdir())
-    code, out, err = call(monkeypatch, capsys, "figures", "--out", "new", *arguments)
+    code, out, err = call(monkeypatch, capsys, "--out", "new", *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert told in err

@@ -1,5 +1,7 @@
 """Loss landscapes: what a picture of a search shows is what the search sees."""
 
+from experiments import landscape
+
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +12,6 @@ from adalog import Config, Search
 from adalog.search.bounds import minimise
 from adalog.search.objective import ProductError
 from adalog.search.strategies import brute_force
-from adalog.study import landscape
 from adalog.study.drawing import rendered
 
 

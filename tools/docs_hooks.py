@@ -1,6 +1,6 @@
 """Fill the command-line page of the documentation with the help of all commands while mkdocs builds it."""
 
-from experiments import tables
+from experiments import figures, tables
 
 from typing import Any
 
@@ -10,7 +10,11 @@ from typer.cli import get_docs_for_click
 from adalog.cli import app
 from adalog.cli.console import script_app
 
-APPS = {"adalog": app, "python -m experiments.tables": script_app(tables.command)}
+APPS = {
+    "adalog": app,
+    "python -m experiments.tables": script_app(tables.command),
+    "python -m experiments.figures": script_app(figures.command),
+}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -23,8 +23,7 @@ from adalog.quantized import QuantizedProgram
 from adalog.report import examine, report
 from adalog.study.drawing import rendered
 from adalog.study.evaluate import Score, Share, predict, score
-from adalog.study.figures import CAPTIONS, LEVEL_METHODS
-from adalog.study.levels import histogram_panels, level_figure
+from adalog.study.levels import HISTOGRAMS, LEVEL_METHODS, histogram_panels, level_figure
 
 METHODS = (*LEVEL_METHODS, "adalog+")
 # Defaults of --bits and --methods: quantizers at 4 bits; at fewer bits, a correction from 32 and from 128 images.
@@ -153,7 +152,7 @@ def _levels(calibration: Calibration, plans: Sequence[tuple[str, Config]]) -> by
     """Draw the figure of the levels as PNG."""
     compared = _compared(plans)
     drawn = level_figure(histogram_panels(calibration, compared), f"Levels at {next(iter(compared.values())).bits}")
-    return rendered(drawn, "png", CAPTIONS["histograms"])
+    return rendered(drawn, "png", HISTOGRAMS)
 
 
 def _page(path: Path, quantized: QuantizedProgram, executor: str | None, result: Score, full: Score) -> bytes:

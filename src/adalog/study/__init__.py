@@ -1,1 +1,1 @@
-"""Studies of quantized models: accuracy, cost, time and figures."""
+"""Studies of quantized models: accuracy, cost, time, and the levels of quantizers."""

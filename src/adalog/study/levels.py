@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,10 +10,7 @@ from torch import Tensor
 
 from adalog.calibration.calibration import Calibration
 from adalog.config import Config
-from adalog.graph.operations import FAKE_QUANTIZE
-from adalog.graph.program import Node
-from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS
-from adalog.model import QuantizedModel
+from adalog.graph.sites import GELUS
 from adalog.quantizers import Quantizer, at_least_float32
 from adalog.study.drawing import COLOURS, LARGE, SMALL, TEXT, add_legend, new_figure, title_of
 
@@ -21,6 +18,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+LEVEL_METHODS = ("uniform", "log2", "log-sqrt2", "adalog")  # methods that differ only after softmax and GELU
+HISTOGRAMS = (  # the caption of a figure of `histogram_panels`
+    "Grey: histograms of the values that enter products after a softmax and a GELU. The axes of the right column, "
+    "and all counts, are logarithmic. Above: the levels of each quantizer, one tick per level. On the logarithmic "
+    "axis, an arrowhead marks levels further to the left, down to zero, and the first bar counts the values there. "
+    "The percentages are the shares of values that go to the lowest level."
+)
 _BARS = 160
 _OCTAVES = 16  # span of a logarithmic axis
 
@@ -70,56 +74,6 @@ def histogram_panels(calibration: Calibration, configs: Mapping[str, Config]) ->
             shown = {name: each for name, each in found.items() if each is not None and each.scale.numel() == 1}
             title = f"after {title_of(site.left_source.kind)}: {site.name}"
             panels.append(Panel(title, shown, -site.left_source.minimum, calibration.operand(site.left)))
-    return panels
-
-
-def _power_laws(model: QuantizedModel) -> dict[str, dict[str, str]]:
-    """Return the names of the fake-quantize nodes after a softmax, a GELU or the like, by activation and site."""
-    found: dict[str, dict[str, str]] = {}
-    for row in model.ledger:
-        name = f"{row.site}.{'left' if row.role in ('qk', 'av') else 'input'}"
-        quantizer = model.program.quantizers.get(
-            name
-        )  # linears that share an activation share the first one's quantizer
-        if row.source in ("softmax", *POWER_LAW_ACTIVATIONS) and quantizer is not None and quantizer.scale.numel() == 1:
-            found.setdefault(row.source, {})[row.site] = name
-    return found
-
-
-def site_panels(model: QuantizedModel) -> list[Panel]:
-    """Return the levels of every site after a softmax, a GELU or a similar activation; no image is needed."""
-    panels = []
-    for source, sites in _power_laws(model).items():
-        quantizers = {site: model.program.quantizers[name] for site, name in sites.items()}
-        panels.append(Panel(f"after {title_of(source)}", quantizers, max(each.lift for each in quantizers.values())))
-    return panels
-
-
-@torch.no_grad()
-def observed_panels(model: QuantizedModel, images: Tensor) -> list[Panel]:
-    """Return the values that a quantized model's quantizers after softmax and GELU see, with their levels.
-
-    The sites are chosen as in `histogram_panels`.
-    """
-    wanted = {}
-    for source, sites in _power_laws(model).items():
-        names = list(sites)
-        for place in (1 / 2,) if source == "softmax" else (1 / 2, 5 / 6):
-            site = names[int(len(names) * place)]
-            wanted[sites[site]] = (source, site)
-    seen: dict[str, list[Tensor]] = {}
-
-    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-        if node.op == FAKE_QUANTIZE and node.name in wanted:
-            seen.setdefault(node.name, []).append(args[0].flatten())
-
-    for batch in images.split(16):
-        model.program.run([batch], watch)
-    panels = []
-    for name, (source, site) in wanted.items():
-        quantizer = model.program.quantizers[name]
-        title = f"after {title_of(source)}: {site}"
-        panels.append(Panel(title, {quantizer.title: quantizer}, quantizer.lift, torch.cat(seen[name])))
     return panels
 
 

@@ -1,28 +1,63 @@
-"""Draw all figures of a model or an artifact, with captions: levels, a search landscape, and the SQNR of each site."""
+"""Draw the quantizers of a model or an artifact, as the paper's Figures 1, 3 and 4 do, and the SQNR of each site.
 
+    python -m experiments.figures TARGET --out FOLDER [--data FOLDER] ...
+
+`--help` lists the options.
+"""
+
+from experiments.landscape import example_site, landscape_figure, landscapes
+
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import torch
+import typer
 from torch import Tensor
 
-from adalog.calibration.calibration import Calibration
+import adalog
+from adalog import Calibration, Config, QuantizedModel, Search, files
+from adalog._quantize import sample_images
 from adalog.calibration.schedule import Progress
-from adalog.choices import Search
-from adalog.config import Config
+from adalog.cli.console import (
+    check_outputs,
+    emit_json,
+    progress_bar,
+    quiet,
+    run_script,
+    say,
+    site_progress,
+    waiting,
+)
+from adalog.cli.options import (
+    CheckpointOption,
+    DebugOption,
+    DrawOption,
+    JsonOption,
+    NoPretrainedOption,
+    ThreadsOption,
+    thread_count,
+)
+from adalog.cli.targets import find_calibration, load_model, refuse_weights, sample_for, source_of
+from adalog.errors import printable
+from adalog.graph.operations import FAKE_QUANTIZE
+from adalog.graph.program import Node
+from adalog.graph.sites import POWER_LAW_ACTIVATIONS
+from adalog.inputs import zoo
+from adalog.inputs.images import ImageSet
 from adalog.ledger import LedgerRow
 from adalog.methods import labelled
-from adalog.model import QuantizedModel
 from adalog.study.drawing import COLOURS, SMALL, TEXT, add_legend, new_figure, rendered, title_of
-from adalog.study.landscape import example_site, landscape_figure, landscapes
-from adalog.study.levels import Panel, histogram_panels, level_figure, observed_panels, site_panels
+from adalog.study.levels import HISTOGRAMS, LEVEL_METHODS, Panel, histogram_panels, level_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LEVEL_METHODS = ("uniform", "log2", "log-sqrt2", "adalog")  # methods that differ only after softmax and GELU
+METHODS = ("minmax", "ptq4vit", "repq-vit", "adalog")  # whose SQNR is compared by default
 FORMS = ("png", "svg")
 _MARKERS = "os^DvPX<>ph*d"
 _DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1, 1, 1, 1, 1)))
@@ -31,12 +66,7 @@ _ROLES = {"qk": "Q Kᵀ", "av": "A V", "conv": "convolution"}
 _USUAL = (("qk", "other"), ("av", "softmax"), ("conv", "input"))  # the titles of these (role, source) omit the source
 
 CAPTIONS = {
-    "histograms": (
-        "Grey: histograms of the values that enter products after a softmax and a GELU. The axes of the right column, "
-        "and all counts, are logarithmic. Above: the levels of each quantizer, one tick per level. On the logarithmic "
-        "axis, an arrowhead marks levels further to the left, down to zero, and the first bar counts the values there. "
-        "The percentages are the shares of values that go to the lowest level."
-    ),
+    "histograms": HISTOGRAMS,
     "levels": (
         "The levels and thresholds of each site after a softmax, a GELU or a similar activation, in order of "
         "execution, on a linear and on a logarithmic axis. An arrowhead marks levels further to the left, down to zero."
@@ -54,6 +84,56 @@ CAPTIONS = {
         "execution; higher is better. Linears that share an activation are searched together and have one ratio."
     ),
 }
+
+
+def _power_laws(model: QuantizedModel) -> dict[str, dict[str, str]]:
+    """Return the names of the fake-quantize nodes after a softmax, a GELU or the like, by activation and site."""
+    found: dict[str, dict[str, str]] = {}
+    for row in model.ledger:
+        name = f"{row.site}.{'left' if row.role in ('qk', 'av') else 'input'}"
+        quantizer = model.program.quantizers.get(
+            name
+        )  # linears that share an activation share the first one's quantizer
+        if row.source in ("softmax", *POWER_LAW_ACTIVATIONS) and quantizer is not None and quantizer.scale.numel() == 1:
+            found.setdefault(row.source, {})[row.site] = name
+    return found
+
+
+def site_panels(model: QuantizedModel) -> list[Panel]:
+    """Return the levels of every site after a softmax, a GELU or a similar activation; no image is needed."""
+    panels = []
+    for source, sites in _power_laws(model).items():
+        quantizers = {site: model.program.quantizers[name] for site, name in sites.items()}
+        panels.append(Panel(f"after {title_of(source)}", quantizers, max(each.lift for each in quantizers.values())))
+    return panels
+
+
+@torch.no_grad()
+def observed_panels(model: QuantizedModel, images: Tensor) -> list[Panel]:
+    """Return the values that a quantized model's quantizers after softmax and GELU see, with their levels.
+
+    The sites are chosen as in `histogram_panels`.
+    """
+    wanted = {}
+    for source, sites in _power_laws(model).items():
+        names = list(sites)
+        for place in (1 / 2,) if source == "softmax" else (1 / 2, 5 / 6):
+            site = names[int(len(names) * place)]
+            wanted[sites[site]] = (source, site)
+    seen: dict[str, list[Tensor]] = {}
+
+    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
+        if node.op == FAKE_QUANTIZE and node.name in wanted:
+            seen.setdefault(node.name, []).append(args[0].flatten())
+
+    for batch in images.split(16):
+        model.program.run([batch], watch)
+    panels = []
+    for name, (source, site) in wanted.items():
+        quantizer = model.program.quantizers[name]
+        title = f"after {title_of(source)}: {site}"
+        panels.append(Panel(title, {quantizer.title: quantizer}, quantizer.lift, torch.cat(seen[name])))
+    return panels
 
 
 def kinds_of(ledger: Sequence[LedgerRow]) -> dict[str, list[LedgerRow]]:
@@ -212,3 +292,88 @@ def pictures(drawn: Sequence[Drawn], title: str, left_out: Mapping[str, str]) ->
     lines += [f"Not drawn: {name}: {why}." for name, why in left_out.items()]
     text = "\n\n".join(lines) + "\n"
     return files | {"index.md": (text.encode("utf-8", "backslashreplace"), "All pictures with their captions.")}
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def command(
+    target: Annotated[
+        str, typer.Argument(help=f"Artifact written by `adalog quantize`, or full-precision model: {zoo.KINDS}.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write the pictures and their index to.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of images, to calibrate a model or for the histograms of an artifact. demo has its own images."
+        ),
+    ] = None,
+    bits: Annotated[str | None, typer.Option(help="Bits to quantize a model to, such as w6a6. Default: w4a4.")] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(help=f"Methods to compare on a model by SQNR, comma-separated. Default: {','.join(METHODS)}."),
+    ] = None,
+    site: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the site whose search to draw, listed by `adalog inspect MODEL`. Default: one after a GELU."
+        ),
+    ] = None,
+    images: Annotated[int, typer.Option(min=1, help="Number of images to use.")] = 32,
+    checkpoint: CheckpointOption = None,
+    no_pretrained: NoPretrainedOption = False,
+    seed: DrawOption = 0,
+    threads: ThreadsOption = 0,
+    json_out: JsonOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Draw the quantizers of a model or an artifact as PNG and SVG.
+
+    The pictures show histograms with the levels of quantizers, the landscape of a search, and the SQNR of each site.
+    """
+    possible = [out / f"{name}.{form}" for name in CAPTIONS for form in FORMS]
+    check_outputs(*possible, out / "index.md", json_out, reads=(source_of(target), checkpoint, data))
+    jobs = thread_count(threads)
+    if zoo.is_model(target):
+        names, width = (methods or ",".join(METHODS)).split(","), bits or "w4a4"
+        for name in names:  # raises for a wrong name before the long work
+            Config.preset(width, name)
+        given = find_calibration(target, data, images)
+        loaded = load_model(target, no_pretrained, checkpoint)
+        preprocessing = loaded.prepared
+        with progress_bar() as progress, quiet():
+            bar = progress.add_task("capturing", total=1)
+            if isinstance(given, ImageSet):
+                given = given.sample(images, seed).load(preprocessing, jobs=jobs)
+            calibration = Calibration(loaded.module, sample_images(given, images, seed), seed=seed)
+            watch = functools.partial(site_progress, progress, bar)
+            drawn, left_out = of_model(
+                calibration, printable(target), width, names, site=site, jobs=jobs, progress=watch
+            )
+    else:
+        refuse_weights(target, no_pretrained, checkpoint)
+        for option, value in (("--bits", bits), ("--methods", methods), ("--site", site)):
+            if value is not None:
+                raise ValueError(f"{option} applies only to a model ({zoo.KINDS}), not to {target}: leave it out")
+        quantized = adalog.load(target)
+        sample = sample_for(Path(target), quantized, data, images, seed, jobs)
+        with waiting(f"drawing {target}"):
+            drawn, left_out = of_artifact(quantized, printable(Path(target).name), sample)
+    with waiting("drawing"):
+        drawn_files = pictures(drawn, printable(target), left_out)
+    for name, (content, _) in drawn_files.items():
+        files.write_whole(out / name, content)
+    if json_out != "-":
+        say(*(f"{out / name}: {len(content):,} bytes" for name, (content, _) in drawn_files.items()))
+        say(*(f"not drawn: {name}: {why}" for name, why in left_out.items()))
+    listed = [{"file": name, "caption": caption} for name, (_, caption) in drawn_files.items()]
+    emit_json({"target": target, "folder": str(out), "files": listed, "left_out": left_out}, json_out)
+
+
+def main() -> None:
+    """Run the command. The exit code is 0 for success, 1 for failure and 2 for bad input."""
+    run_script("figures", command)
+
+
+if __name__ == "__main__":
+    main()
