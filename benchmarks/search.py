@@ -43,14 +43,14 @@ Other options measure something else:
   per step. The script also draws a figure.
 - --ablation: the error without each part of the search over the default's error, on the calibration images and on
   held-out images.
-- --golden: compares the direct search with outputs of the released code (see `golden.py`). The exit code is 1 if they
-  differ too much.
+- --golden: compares the direct search with outputs of the released code (see `experiments/golden.py`). The exit code is
+  1 if they differ too much.
 
 The script prints one JSON object and saves it as benchmarks/results/search-*.json. --work DIR keeps finished
 measurements for later runs. Start with an empty folder after a change of the library.
 """
 
-from benchmarks import golden, realbench
+from benchmarks import realbench
 from benchmarks.beside import SIX, compare
 from benchmarks.direct import Direct
 from benchmarks.measure import (
@@ -66,6 +66,7 @@ from benchmarks.measure import (
 )
 from benchmarks.publish import RESULTS, publish
 from benchmarks.records import kept
+from experiments import golden
 
 import multiprocessing
 import re

@@ -1,7 +1,7 @@
 """Methods beside outputs of their released codes on a random tiny ViT: AdaLog (commit 75a57d2), RepQ-ViT, PTQ4ViT."""
 
-from benchmarks import golden
 from benchmarks.direct import Direct
+from experiments import golden
 
 import copy
 import json
@@ -20,7 +20,8 @@ from adalog import Calibration, Config
 from adalog.quantizers import LogQuantizer, UniformQuantizer
 from adalog.search import released
 
-FOLDER = Path(__file__).parent / "golden"
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "tests" / "golden"
 SETTINGS = json.loads((FOLDER / "released.json").read_text())["settings"]
 RIVALS = json.loads((FOLDER / "rivals.json").read_text())["settings"]
 SLOW = [name for name in SETTINGS if name != "w4a4_nofpcs"]
@@ -191,9 +192,8 @@ def folder(tmp_path_factory):
 
 
 def command(folder):
-    script = Path(golden.__file__)
-    words = [sys.executable, str(script), "--golden", str(folder), "--json", str(folder / "result")]
-    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    words = [sys.executable, "-m", "experiments.golden", "--golden", str(folder), "--json", str(folder / "result")]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == (folder / "result").read_text(), done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -216,7 +216,7 @@ def test_the_command_takes_another_layout(folder):
 
 @pytest.mark.slow
 def test_the_direct_search_is_checked_by_command(folder):
-    words = [sys.executable, str(Path(golden.__file__).with_name("search.py")), "--golden", str(folder)]
+    words = [sys.executable, str(ROOT / "benchmarks" / "search.py"), "--golden", str(folder)]
     done = subprocess.run([*words, "--json", str(folder / "direct")], check=False, capture_output=True, text=True)
     result = json.loads(done.stdout)
     assert done.returncode == 0

@@ -1,6 +1,6 @@
 """Compare methods with outputs of their authors' released code, and measure how much `adalog` improves on them.
 
-    python benchmarks/golden.py --golden DIR [--json FILE]
+    python -m experiments.golden --golden DIR [--json FILE]
 
 DIR holds outputs of released code on a small timm VisionTransformer:
 
@@ -39,12 +39,18 @@ from torch import nn
 
 from adalog import Calibration, Config
 from adalog.calibration.calibration import Searched
-from adalog.choices import RangeSearch, ReleasedSearch, ScaleSearch
-from adalog.quantizers import LogQuantizer, UniformQuantizer
+from adalog.choices import PowerLaw, RangeSearch, ReleasedSearch, ScaleSearch
+from adalog.quantizers import LogQuantizer, Quantizer, UniformQuantizer
 from adalog.study.doctor import machine
 
 METHODS = {"AdaLog": "adalog-released", "RepQ-ViT": "repq-vit-released", "PTQ4ViT": "ptq4vit-released"}
-POST_GELU = {"adalog": "adalog", "log2": "log2", "logsqrt2": "log-sqrt2", "ptq4vit": "twin", "uniform": "uniform"}
+POST_GELU: dict[str, PowerLaw] = {
+    "adalog": "adalog",
+    "log2": "log2",
+    "logsqrt2": "log-sqrt2",
+    "ptq4vit": "twin",
+    "uniform": "uniform",
+}
 
 
 def load_vit(tensors: dict[str, torch.Tensor], heads: int) -> nn.Module:
@@ -53,8 +59,9 @@ def load_vit(tensors: dict[str, torch.Tensor], heads: int) -> nn.Module:
 
     state = {name.removeprefix("state."): value for name, value in tensors.items() if name.startswith("state.")}
     width, channels, patch, _ = state["patch_embed.proj.weight"].shape
+    rows, columns = tensors["images"].shape[2:]
     model = VisionTransformer(
-        img_size=tuple(tensors["images"].shape[2:]),
+        img_size=(rows, columns),
         patch_size=patch,
         in_chans=channels,
         embed_dim=width,
@@ -123,7 +130,7 @@ def compare(content: dict[str, Any], found: list[Searched]) -> dict[str, Any]:
             sides = {"a_quantizer": searched.assignment.left, "w_quantizer": searched.assignment.right}
         for side, ours in sides.items():
             theirs = content["hyperparameters"].get(f"{name}.{side}", {})
-            if ours is not None and "scale" in theirs and "method" in content:
+            if isinstance(ours, Quantizer) and "scale" in theirs and "method" in content:
                 furthest = max(furthest, scale_distance(ours.scale, theirs["scale"]))
             if side == "w_quantizer":
                 continue
