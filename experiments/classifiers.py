@@ -1,17 +1,18 @@
 """Measure the paper's tables of classifiers on your own models and images.
 
-`run` measures each configuration of `paper.TABLES` once per model and seed, even if several tables have it, and keeps
-finished rows in files. `markdown.markdown` turns its result into text.
+`run` measures each configuration of `paper.TABLES` once per model and seed, even if several tables have it.
+`markdown.markdown` turns its result into text.
 """
 
-from benchmarks.records import kept, p_value, packed, read_kept, statistics
+from benchmarks.records import p_value, packed, statistics
 from experiments import paper
-from experiments.paper import IMAGES, bits_name, find_published, images_fitted, plan, published
+from experiments.paper import IMAGES, find_published, published
+from experiments.rows import Progress, Record, Records, Request, measure
 
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,7 @@ from adalog.inputs.zoo import LoadedModel
 from adalog.model import quickest
 from adalog.ranks import ALONE, Ranks
 from adalog.study.cost import cost
-from adalog.study.doctor import machine
 from adalog.study.evaluate import Prepared, check_classes, in_batches, predict, score
-
-Progress = Callable[[int, int, str, dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -154,87 +152,18 @@ class Bench:
         return (3, *self.model.prepared.size)
 
 
-def run(
-    names: Sequence[str],
-    benches: Sequence[Bench],
-    *,
-    seeds: int = 1,
-    images: int = IMAGES,
-    bits: Sequence[str] = (),
-    firsts: Sequence[str] = (),
-    jobs: int = 1,
-    device: torch.device | None = None,
-    work: Path | None = None,
-    progress: Progress | None = None,
-    ranks: Ranks = ALONE,
-) -> dict[str, Any]:
-    """Measure these tables and return them as JSON.
+def run(request: Request, benches: Sequence[Bench], progress: Progress | None = None) -> dict[str, Any]:
+    """Measure the rows on each bench and return the tables as JSON; `rows.measure` explains the progress.
 
-    seeds: number of random subsets of `images` calibration images. All rows are measured with one seed before the next.
-    bits, firsts: keep only rows with these bits, and with these first names; empty for all.
-    jobs: number of sites searched, and of batches run, at a time.
-    work: a folder of finished rows, which are not measured again.
-    progress(done, total, what, result): called after each row with the result of all rows finished by then.
-    ranks: the ranks that share the rows. Each rank measures whole rows, and all of them must see the folder `work`.
     Raises ValueError for an unknown table.
     """
-    planned, place = plan(names, images, bits, firsts), device or torch.device("cpu")
-    fitted = images_fitted(names, images, bits, firsts)
-    runs = [(config, seed) for seed in range(seeds) for config, row in planned.items() if not (seed and row.once)]
-    result: dict[str, Any] = {
-        "tables": {name: _described(name) for name in sorted(set(names))},
+    result = {
+        "tables": {name: _described(name) for name in sorted(set(request.tables))},
         "models": {},
-        "calibration_images": images,
+        "calibration_images": request.images,
         "executors": [],
-        "rows": [],
-        "finished": 0,
-        "of": len(runs) * len(benches),
-        "machine": machine(),
     }
-    for bench in benches:
-        _run_bench(_Measured(bench, images, fitted, jobs, place, work), names, runs, planned, result, progress, ranks)
-    return result
-
-
-def _run_bench(
-    rows: "_Measured",
-    names: Sequence[str],
-    runs: Sequence[tuple[Config, int]],
-    planned: Mapping[Config, paper.Row],
-    result: dict[str, Any],
-    progress: Progress | None,
-    ranks: Ranks,
-) -> None:
-    """Measure the runs of one model, and add them to the result."""
-    name, before = rows.bench.model.name, list(result["rows"])
-    records: dict[Config, dict[int, dict[str, Any]]] = {}
-    whole = rows.full_precision(ranks)
-    told = {field: whole[field] for field in ("top1", "fixops", "bytes")}
-    result["models"][name] = {"images": len(rows.bench.labels), **told}
-    named = {short_name(config, seed): (config, seed) for config, seed in runs}
-
-    def finished(short: str, record: dict[str, Any], _: bool) -> None:
-        config, seed = named[short]
-        records[config] = dict(sorted({**records.get(config, {}), seed: record}.items()))
-        result["executors"] = sorted({record["executor"], *result["executors"]})
-        result["rows"] = before + list(_rows(names, name, whole, records, result["calibration_images"]))
-        result["finished"] += 1
-        if progress is not None:
-            row = " ".join((name, bits_name(config), *planned[config].names))
-            what = f"{row}, seed {seed}: {100 * record['top1']:.2f} %, {record['seconds']:.0f} s"
-            progress(result["finished"], result["of"], what, result)
-
-    ranks.shared(list(named), lambda short: rows.quantized(*named[short], whole), finished=finished)
-
-
-def short_name(config: Config, seed: int) -> str:
-    """Return a name for one row and one seed."""
-    return f"{config.bits}-{hashlib.sha256(config.to_json().encode()).hexdigest()[:8]}-{seed}"
-
-
-def file_name(model: str) -> str:
-    """Return the name of a model with only characters that a file name may have."""
-    return "".join(letter if letter.isalnum() else "-" for letter in model)
+    return measure(request, benches, lambda bench: _Measured(bench, request), result, progress)
 
 
 def _described(name: str) -> dict[str, Any]:
@@ -245,49 +174,35 @@ def _described(name: str) -> dict[str, Any]:
 
 
 class _Measured:
-    """The measurements of one model; the folder `work`, if given, keeps the finished ones."""
+    """A bench whose rows are measured."""
 
-    def __init__(self, bench: Bench, images: int, fitted: int, jobs: int, device: torch.device, work: Path | None):
-        self.bench, self._images, self._fitted, self._jobs, self._device = bench, images, fitted, jobs, device
-        self._work, self._key = work, {**bench.fingerprint(), "device": device.type}
-        self._model = file_name(bench.model.name)
+    def __init__(self, bench: Bench, request: Request):
+        self.bench, self.name, self._request = bench, bench.model.name, request
+        self.identity = {**bench.fingerprint(), "device": request.device.type}
+        self._fitted = request.images_fitted
         self._known: tuple[int, Calibration] | None = None
-        bench.model.module.to(device)
+        bench.model.module.to(request.device)
 
-    def full_precision(self, ranks: Ranks) -> dict[str, Any]:
-        """Evaluate the full-precision model.
-
-        Ranks share the images, unless the first rank has a finished result.
-        """
-        found: dict[str, Any] | None = ranks.by_first(lambda: read_kept(self._path("fp32"), self._key))
-        if found is None:
-            self._calibration(0)  # each rank needs one, so it makes it before it waits for others
-            classes = self.bench.classes(self.bench.model.module, self._jobs, self._device, ranks)
-            found = ranks.by_first(lambda: self._kept("fp32", {}, lambda: self._full_precision(classes)))
-        return found
-
-    def quantized(self, config: Config, seed: int, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Evaluate the model quantized by this config.
-
-        whole: the result of `full_precision`.
-        """
-        key = {"config": config.to_json(), "seed": seed}
-        return self._kept(short_name(config, seed), key, lambda: self._quantized(config, seed, whole))
-
-    def _full_precision(self, classes: Tensor) -> dict[str, Any]:
+    def full_precision(self) -> Record:
+        """Evaluate the full-precision model on images that the ranks share."""
+        program = self._calibration(
+            0
+        ).program  # each rank needs a calibration, so it makes it before it waits for others
+        request = self._request
+        classes = self.bench.classes(self.bench.model.module, request.jobs, request.device, request.ranks)
         right = classes == self.bench.labels
-        told = {"classes": classes.tolist(), "top1": float(right.double().mean()), "right": packed(right)}
-        return told | _costs(self._calibration(0).program, self.bench)
+        record = {"classes": classes.tolist(), "top1": float(right.double().mean()), "right": packed(right)}
+        return record | _costs(program, self.bench)
 
-    def _quantized(self, config: Config, seed: int, whole: Mapping[str, Any]) -> dict[str, Any]:
+    def quantized(self, config: Config, seed: int, whole: Record) -> Record:
         """Quantize and evaluate, by "native" if it runs. "seconds" is the CPU time of the searches and the stages."""
-        calibration, jobs = self._calibration(seed), self._jobs
-        calibration.quantize(replace(config, stages=()), jobs=jobs if self._device.type == "cpu" else 1)
+        calibration, jobs, device = self._calibration(seed), self._request.jobs, self._request.device
+        calibration.quantize(replace(config, stages=()), jobs=jobs if device.type == "cpu" else 1)
         start = time.process_time()
         quantized = calibration.quantize(config)
         seconds = time.process_time() - start + sum(each.seconds for each in calibration.iter_search(config))
         runs, executor, at_once = quickest(quantized, jobs)
-        classes = self.bench.classes(runs, at_once, self._device)
+        classes = self.bench.classes(runs, at_once, device)
         right = classes == self.bench.labels
         return {
             "executor": executor or "fake quantization",
@@ -298,21 +213,46 @@ class _Measured:
             **_costs(quantized.program, self.bench),
         }
 
-    def _kept(self, name: str, key: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = kept(self._path(name), {**self._key, **key}, make)
-        return found
+    def summary(self, whole: Record) -> dict[str, Any]:
+        """Return the number of evaluation images, and accuracy and cost in full precision."""
+        return {"images": len(self.bench.labels), **{name: whole[name] for name in ("top1", "fixops", "bytes")}}
 
-    def _path(self, name: str) -> Path | None:
-        return None if self._work is None else self._work / f"{self._model}-{name}.json"
+    def rows(self, whole: Record, records: Records) -> Iterator[dict[str, Any]]:
+        """Yield the rows that are finished for at least one seed, table by table."""
+        images = self._request.images
+        for name in sorted(set(self._request.tables)):
+            for row in paper.TABLES[name].rows:
+                found = records.get(replace(row.config, images=images), {})
+                if not found:
+                    continue
+                beside = records.get(replace(Config.preset(row.config.bits), images=images), {})
+                yield {
+                    "table": name,
+                    "model": self.name,
+                    "bits": row.config.bits,
+                    "names": list(row.names),
+                    "method": row.method,
+                    "seeds": list(found),
+                    **{field: statistics(record[field] for record in found.values()) for field in _MEASURED},
+                    "p_float": [p_value(whole, record) for record in found.values()],
+                    "p_adalog": [
+                        p_value(beside[seed], record) if beside is not found and seed in beside else None
+                        for seed, record in found.items()
+                    ],
+                    "published": find_published(
+                        name, self.name, row.config.bits, row.method, _taken(row.config, images)
+                    ),
+                }
 
     def _calibration(self, seed: int) -> Calibration:
         """Return the calibration for a seed; it is made on demand, and only one is held at a time."""
         if self._known is None or self._known[0] != seed:
             self._known = None
-            calibrates = self.bench.sample(self._images, seed, self._jobs).to(self._device)
+            jobs, device = self._request.jobs, self._request.device
+            calibrates = self.bench.sample(self._request.images, seed, jobs).to(device)
             more = calibrates
             if self._fitted:
-                more = self.bench.unlabelled(self._fitted, seed, self._jobs).to(self._device)
+                more = self.bench.unlabelled(self._fitted, seed, jobs).to(device)
             self._known = seed, Calibration(self.bench.model.module, calibrates, unlabelled=more, seed=seed)
         return self._known[1]
 
@@ -325,37 +265,6 @@ def _costs(program: Program, bench: Bench) -> dict[str, Any]:
     found = cost(program, [bench.shape], as_printed=True)
     conversions = [total.fixops for role, total in found.by_role().items() if role in ("quantize", "dequantize")]
     return {"fixops": found.fixops + sum(conversions), "bytes": sum(found.size_bytes.values())}
-
-
-def _rows(
-    names: Sequence[str],
-    model: str,
-    whole: Mapping[str, Any],
-    records: Mapping[Config, Mapping[int, Mapping[str, Any]]],
-    images: int,
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows of these tables that are finished for at least one seed, table by table."""
-    for name in sorted(set(names)):
-        for row in paper.TABLES[name].rows:
-            found = records.get(replace(row.config, images=images), {})
-            if not found:
-                continue
-            beside = records.get(replace(Config.preset(row.config.bits), images=images), {})
-            yield {
-                "table": name,
-                "model": model,
-                "bits": row.config.bits,
-                "names": list(row.names),
-                "method": row.method,
-                "seeds": list(found),
-                **{field: statistics(record[field] for record in found.values()) for field in _MEASURED},
-                "p_float": [p_value(whole, record) for record in found.values()],
-                "p_adalog": [
-                    p_value(beside[seed], record) if beside is not found and seed in beside else None
-                    for seed, record in found.items()
-                ],
-                "published": find_published(name, model, row.config.bits, row.method, _taken(row.config, images)),
-            }
 
 
 def _taken(config: Config, images: int) -> int:

@@ -1,15 +1,15 @@
 """Measure the paper's table of detectors on your own detectors and images, by COCO's average precision."""
 
-from benchmarks.records import kept, statistics
+from benchmarks.records import statistics
 from experiments import paper
-from experiments.classifiers import Progress, file_name, short_name
 from experiments.markdown import unfinished
-from experiments.paper import IMAGES, bits_name, find_published, plan, published
+from experiments.paper import bits_name, find_published, published
+from experiments.rows import Progress, Record, Records, Request, measure
 
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,6 @@ from adalog.detection.quantized import fastest, quantize_detector
 from adalog.errors import DataError
 from adalog.inputs.images import find_images
 from adalog.methods import labelled
-from adalog.ranks import ALONE, Ranks
-from adalog.study.doctor import machine
 
 TABLE = "C"
 _MEASURED = ("box_ap", "mask_ap", "seconds")
@@ -101,108 +99,67 @@ class DetectorBench:
         return {"model": self.name, "weights": weights.hexdigest(), "images": images.hexdigest()}
 
 
-def run(
-    benches: Sequence[DetectorBench],
-    *,
-    seeds: int = 1,
-    images: int = IMAGES,
-    bits: Sequence[str] = (),
-    firsts: Sequence[str] = (),
-    jobs: int = 1,
-    work: Path | None = None,
-    progress: Progress | None = None,
-    ranks: Ranks = ALONE,
-) -> dict[str, Any]:
-    """Measure the table and return it as JSON; the arguments are those of `classifiers.run`.
+def run(request: Request, benches: Sequence[DetectorBench], progress: Progress | None = None) -> dict[str, Any]:
+    """Measure the rows of the table on each bench and return it as JSON; `rows.measure` explains the progress.
 
     If a method cannot quantize a detector, its row gives the reason.
     """
-    planned = plan([TABLE], images, bits, firsts)
-    result: dict[str, Any] = {
+    result = {
         "tables": {TABLE: {"title": paper.TABLES[TABLE].title, "note": published()["notes"][TABLE]}},
         "models": {},
-        "calibration_images": images,
-        "rows": [],
-        "finished": 0,
-        "of": len(planned) * seeds * len(benches),
-        "machine": machine(),
+        "calibration_images": request.images,
     }
-    for bench in benches:
-        _run_bench(bench, planned, seeds, jobs, work, result, progress, ranks)
-    return result
+    return measure(request, benches, lambda bench: _Measured(bench, request), result, progress)
 
 
-def _run_bench(
-    bench: DetectorBench,
-    planned: Mapping[Config, paper.Row],
-    seeds: int,
-    jobs: int,
-    work: Path | None,
-    result: dict[str, Any],
-    progress: Progress | None,
-    ranks: Ranks,
-) -> None:
-    """Measure the rows of one detector, and add them to the result."""
-    identity, before = bench.fingerprint(), list(result["rows"])
-    model = file_name(bench.name)
-    runs = {short_name(config, seed): (config, seed) for config in planned for seed in range(seeds)}
-    records: dict[Config, dict[int, dict[str, Any]]] = {}
+class _Measured:
+    """A bench whose rows are measured."""
 
-    def stored(name: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
-        return kept(None if work is None else work / f"{model}-{name}.json", {**identity, **key}, make)
+    def __init__(self, bench: DetectorBench, request: Request):
+        self.bench, self.name, self.identity, self._request = bench, bench.name, bench.fingerprint(), request
 
-    def measure(name: str) -> Any:
-        config, seed = runs[name]
-        key = {"config": config.to_json(), "seed": seed}
-        return stored(name, key, lambda: _measured(bench, config, seed, jobs))
+    def full_precision(self) -> Record:
+        """Evaluate the full-precision detector."""
+        return self._request.ranks.by_first(lambda: self._judged(self.bench.detector))
 
-    def finished(name: str, record: dict[str, Any], _: bool) -> None:
-        config, seed = runs[name]
-        records[config] = dict(sorted({**records.get(config, {}), seed: record}.items()))
-        result["rows"] = before + [
-            _row(bench.name, each, planned[each], records[each]) for each in planned if each in records
-        ]
-        result["finished"] += 1
-        if progress is not None:
-            what = f"{bench.name} {bits_name(config)} {planned[config].names[0]}"
-            progress(result["finished"], result["of"], what, result)
+    @torch.no_grad()  # the setting holds for one thread
+    def quantized(self, config: Config, seed: int, _: Record) -> Record:
+        """Quantize and evaluate, with parts run by "native" if it can; or return the reason why it cannot be done."""
+        begun, needed, there = time.process_time(), config.images_needed, self.bench.count
+        if needed > there:
+            return {"refusal": f"it needs {needed} images, but only {there} are available"}
+        batches, jobs = self.bench.calibration(needed, seed), self._request.jobs
+        try:
+            (quantized,) = quantize_detector(self.bench.detector, batches, [config], seed=seed, jobs=jobs)
+        except (ValueError, DataError) as cause:
+            return {"refusal": str(cause)}
+        seconds = time.process_time() - begun
+        return {**self._judged(fastest(quantized, jobs)), "seconds": round(seconds, 2)}
 
-    whole = ranks.shared(["fp32"], lambda name: stored(name, {}, lambda: _full_precision(bench)))
-    result["models"][bench.name] = {**whole["fp32"], "published": find_published(TABLE, bench.name, "fp32", "fp32")}
-    ranks.shared(list(runs), measure, finished=finished)
+    @torch.no_grad()
+    def _judged(self, runs: Detector) -> Record:
+        return _numbers(self.bench.judged(runs))
 
+    def summary(self, whole: Record) -> dict[str, Any]:
+        """Return the average precision in full precision, and the published one."""
+        return {**whole, "published": find_published(TABLE, self.name, "fp32", "fp32")}
 
-def _row(model: str, config: Config, row: paper.Row, records: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """Return the row of a table from its measurements by seed."""
-    told = {"table": TABLE, "model": model, "bits": config.bits, "names": list(row.names), "seeds": list(records)}
-    return {
-        **told,
-        **_joined(list(records.values())),
-        "published": find_published(TABLE, model, config.bits, row.method),
-    }
+    def rows(self, _: Record, records: Records) -> Iterator[dict[str, Any]]:
+        """Yield the rows that are finished for at least one seed."""
+        for config, row in self._request.plan().items():
+            if config in records:
+                yield {
+                    "table": TABLE,
+                    "model": self.name,
+                    "bits": config.bits,
+                    "names": list(row.names),
+                    "seeds": list(records[config]),
+                    **_joined(list(records[config].values())),
+                    "published": find_published(TABLE, self.name, config.bits, row.method),
+                }
 
 
-@torch.no_grad()  # the setting holds for one thread
-def _full_precision(bench: DetectorBench) -> dict[str, float | None]:
-    return _numbers(bench.judged(bench.detector))
-
-
-@torch.no_grad()
-def _measured(bench: DetectorBench, config: Config, seed: int, jobs: int) -> dict[str, Any]:
-    """Measure one row, with parts run by "native" if it can; or return the reason why it cannot be measured."""
-    begun, wanted, there = time.process_time(), config.images_needed, bench.count
-    if wanted > there:
-        return {"refusal": f"it needs {wanted} images, but only {there} are available"}
-    batches = bench.calibration(wanted, seed)
-    try:
-        (quantized,) = quantize_detector(bench.detector, batches, [config], seed=seed, jobs=jobs)
-    except (ValueError, DataError) as cause:
-        return {"refusal": str(cause)}
-    seconds = time.process_time() - begun
-    return {**_numbers(bench.judged(fastest(quantized, jobs))), "seconds": round(seconds, 2)}
-
-
-def _numbers(figures: dict[str, float]) -> dict[str, float | None]:
+def _numbers(figures: dict[str, float]) -> Record:
     return {name: None if math.isnan(value) else value for name, value in figures.items()}
 
 

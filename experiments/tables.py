@@ -7,7 +7,9 @@
 
 from experiments import classifiers, detectors, paper
 from experiments.markdown import markdown
+from experiments.rows import Progress, Request
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -88,46 +90,77 @@ def command(
         emit_json([{"table": name, "title": table.title} for name, table in paper.TABLES.items()], json_out)
         return
     # Names may contain ", ".
-    chosen = [[name for name in re.split(",(?! )", given) if name] for given in (bits, rows_of)]
-    if detectors.TABLE in names:
-        if others := [name for name in names if name != detectors.TABLE]:
-            raise ValueError(f"table {detectors.TABLE} is about detectors: measure it without {', '.join(others[:3])}")
-        if device != "cpu":
-            raise ValueError(f"table {detectors.TABLE} is measured on the CPU only: leave out --device {device}")
-        _detected(model_names, checkpoint, data, seeds, images, chosen, out, work, jobs, json_out)
-        return
-    if checkpoint is not None:
-        raise ValueError(f"--checkpoint applies only to table {detectors.TABLE}: leave it out")
-    fitted = paper.images_fitted(names, images, *chosen)
+    widths, firsts = ([name for name in re.split(",(?! )", given) if name] for given in (bits, rows_of))
     specs = list(dict.fromkeys(model_names.split(",")))
-    if data is not None and specs == ["demo"]:
+    of_detectors = detectors.TABLE in names
+    if of_detectors:
+        specs = [detection.DEMO if name == "demo" else name for name in specs]
+        _check_detectors(names, specs, data, checkpoint, device)
+    elif checkpoint is not None:
+        raise ValueError(f"--checkpoint applies only to table {detectors.TABLE}: leave it out")
+    elif data is not None and specs == ["demo"]:
         raise ValueError(f"the bundled model has its own images: leave out --data {data}, or name another model")
-    places = _Places.of(out, work, json_out, [data, *map(source_of, specs)])
+    paper.plan(names, images, widths, firsts)  # raises for a wrong name before the long work
+    places = _Places.of(out, work, json_out, [checkpoint] if of_detectors else [data, *map(source_of, specs)])
+    request = Request(
+        names,
+        seeds,
+        images,
+        widths,
+        firsts,
+        jobs=thread_count(jobs),
+        device=find_device(device),
+        work=places.rows,
+        ranks=job(),
+    )
+    if of_detectors:
+        measured = functools.partial(detectors.run, request, _load_detectors(specs, checkpoint, data))
+        _write(places, measured, detectors.markdown, json_out)
+    else:
+        measured = functools.partial(classifiers.run, request, _load_classifiers(specs, data, request))
+        _write(places, measured, markdown, json_out)
+
+
+def _check_detectors(
+    names: Sequence[str], specs: Sequence[str], data: Path | None, checkpoint: Path | None, device: str
+) -> None:
+    """Raise ValueError if the options do not suit the table of detectors."""
+    if others := [name for name in names if name != detectors.TABLE]:
+        raise ValueError(f"table {detectors.TABLE} is about detectors: measure it without {', '.join(others[:3])}")
+    if device != "cpu":
+        raise ValueError(f"table {detectors.TABLE} is measured on the CPU only: leave out --device {device}")
+    if odd := [name for name in specs if not detection.names_detector(name)]:
+        raise ValueError(f"table {detectors.TABLE} is about detectors, and {odd[0]} is not one: give {detection.KINDS}")
+    unused = [name for name, given in (("--data", data), ("--checkpoint", checkpoint)) if given is not None]
+    if unused and list(specs) == [detection.DEMO]:
+        raise ValueError(f"the bundled detector has its own images and weights: leave out {' and '.join(unused)}")
+
+
+def _load_classifiers(specs: Sequence[str], data: Path | None, request: Request) -> list[classifiers.Bench]:
+    """Load the models with their images, and check that they fit. Raises DataError if they do not."""
     for name in specs:
         if not zoo.is_model(name):
             raise DataError(f"unknown model {name!r}: give {zoo.KINDS}")
-    place = find_device(device)
-    benches = [classifiers.Bench.of(load_model(name, False, None), data, images, fitted) for name in specs]
+    benches = [
+        classifiers.Bench.of(load_model(name, False, None), data, request.images, request.images_fitted)
+        for name in specs
+    ]
     for each in benches:
         with waiting(f"checking {each.model.name}"):
-            each.check(place)
+            each.check(request.device)
+    return benches
 
-    def measured(finished: classifiers.Progress) -> dict[str, Any]:
-        return classifiers.run(
-            names,
-            benches,
-            seeds=seeds,
-            images=images,
-            bits=chosen[0],
-            firsts=chosen[1],
-            jobs=thread_count(jobs),
-            device=place,
-            work=places.rows,
-            progress=finished,
-            ranks=job(),
-        )
 
-    _write(places, measured, markdown, json_out)
+def _load_detectors(specs: Sequence[str], checkpoint: Path | None, data: Path | None) -> list[detectors.DetectorBench]:
+    """Load the detectors with their images. Raises DataError if there are none."""
+
+    def bench(name: str) -> detectors.DetectorBench:
+        if name == detection.DEMO:
+            return detectors.DetectorBench(name, detection.load_detector(name), None)
+        return detectors.DetectorBench(name, detection.load_detector(name, checkpoint=checkpoint), data)
+
+    with waiting(f"loading {', '.join(specs)}"):
+        return [bench(name) for name in specs]
 
 
 def _list() -> Table:
@@ -166,7 +199,7 @@ class _Places:
 
 def _write(
     places: _Places,
-    measured: Callable[[classifiers.Progress], dict[str, Any]],
+    measured: Callable[[Progress], dict[str, Any]],
     text: Callable[[dict[str, Any]], str],
     json_out: str | None,
 ) -> None:
@@ -184,53 +217,6 @@ def _write(
     if json_out != "-":
         say(text(result))
     emit_json(result, json_out)
-
-
-def _detected(
-    model_names: str,
-    checkpoint: Path | None,
-    data: Path | None,
-    seeds: int,
-    images: int,
-    chosen: list[list[str]],
-    out: Path,
-    work: Path | None,
-    jobs: int,
-    json_out: str | None,
-) -> None:
-    """Measure the table about detectors."""
-    specs = [detection.DEMO if name == "demo" else name for name in dict.fromkeys(model_names.split(","))]
-    odd = [name for name in specs if not detection.names_detector(name)]
-    if odd:
-        raise ValueError(f"table {detectors.TABLE} is about detectors, and {odd[0]} is not one: give {detection.KINDS}")
-    unused = [name for name, given in (("--data", data), ("--checkpoint", checkpoint)) if given is not None]
-    if unused and specs == [detection.DEMO]:
-        raise ValueError(f"the bundled detector has its own images and weights: leave out {' and '.join(unused)}")
-    places = _Places.of(out, work, json_out, [checkpoint])
-    with waiting(f"loading {', '.join(specs)}"):
-        benches = [
-            detectors.DetectorBench(
-                name,
-                detection.load_detector(name, checkpoint=None if name == detection.DEMO else checkpoint),
-                None if name == detection.DEMO else data,
-            )
-            for name in specs
-        ]
-
-    def measured(finished: classifiers.Progress) -> dict[str, Any]:
-        return detectors.run(
-            benches,
-            seeds=seeds,
-            images=images,
-            bits=chosen[0],
-            firsts=chosen[1],
-            jobs=thread_count(jobs),
-            work=places.rows,
-            progress=finished,
-            ranks=job(),
-        )
-
-    _write(places, measured, detectors.markdown, json_out)
 
 
 def main() -> None:

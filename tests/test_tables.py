@@ -5,6 +5,7 @@ from experiments import classifiers, paper
 from experiments.classifiers import Bench
 from experiments.markdown import markdown
 from experiments.paper import TABLES, Row, Table, find_published, plan, published
+from experiments.rows import Request
 from experiments.tables import main
 
 import copy
@@ -203,13 +204,17 @@ def bench(tiniest):
     return Bench(LoadedModel(tiniest, SIZE, "timm:deit_small_patch16_224.tiny"), pool, judged, labels)
 
 
+def measure(names, benches, progress=None, **choices):
+    return classifiers.run(Request(names, **choices), benches, progress)
+
+
 def without_seconds(result):
     return {**result, "rows": [{**row, "seconds": None} for row in result["rows"]]}
 
 
 @pytest.mark.slow
 def test_rows_are_measured_as_evaluate_does(bench, two_tables):
-    result = classifiers.run(["B", "1"], [bench], seeds=2)
+    result = measure(["B", "1"], [bench], seeds=2)
     assert (result["finished"], result["of"], list(result["tables"])) == (7, 7, ["1", "B"])
     calibration = Calibration(bench.model.module, bench.sample(32, 1, 1), seed=1)
     model = calibration.quantize(quick("percentile"))
@@ -247,7 +252,7 @@ def test_fixops_are_counted_as_the_papers_are(bench):
 def test_a_row_that_no_file_stores_is_measured(bench, monkeypatch):
     rows = (Row(("repq-vit-released",), quick("repq-vit-released"), "repq-vit"),)
     monkeypatch.setattr(paper, "TABLES", {"1": Table("one", ("method",), rows, cost=True)})
-    result = classifiers.run(["1"], [bench])
+    result = measure(["1"], [bench])
     (row,) = result["rows"]
     assert (row["names"], row["published"], result["executors"]) == (
         ["repq-vit-released"],
@@ -260,13 +265,13 @@ def test_a_row_that_no_file_stores_is_measured(bench, monkeypatch):
 
 @pytest.mark.slow
 def test_published_figures_stand_beside_equal_budgets_only(bench, two_tables):
-    assert any(row["published"] for row in classifiers.run(["1"], [bench])["rows"])
-    assert not any(row["published"] for row in classifiers.run(["1"], [bench], images=4)["rows"])
+    assert any(row["published"] for row in measure(["1"], [bench])["rows"])
+    assert not any(row["published"] for row in measure(["1"], [bench], images=4)["rows"])
 
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on(bench, two_tables, tmp_path, monkeypatch):
-    whole = classifiers.run(["1", "B"], [bench], seeds=2)
+    whole = measure(["1", "B"], [bench], seeds=2)
     names = []
 
     def stop(done, total, what, result):
@@ -275,7 +280,7 @@ def test_an_interrupted_run_goes_on(bench, two_tables, tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        classifiers.run(["1", "B"], [bench], seeds=2, work=tmp_path, progress=stop)
+        measure(["1", "B"], [bench], seeds=2, work=tmp_path, progress=stop)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     assert len(before) == 4  # three rows, and the full-precision model
     measured, quantize = [], Calibration.quantize
@@ -286,23 +291,21 @@ def test_an_interrupted_run_goes_on(bench, two_tables, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Calibration, "quantize", count)
     seen = []
-    again = classifiers.run(
+    again = measure(
         ["1", "B"], [bench], seeds=2, work=tmp_path, progress=lambda done, total, what, result: seen.append(result)
     )
     assert without_seconds(again) == without_seconds(whole)
     assert len(set(measured)) == 5
     assert {path: path.stat().st_mtime_ns for path in before} == before
     measured.clear()
-    assert classifiers.run(["B", "1"], [bench], seeds=2, work=tmp_path) == again
+    assert measure(["B", "1"], [bench], seeds=2, work=tmp_path) == again
     assert measured == []
 
 
 @pytest.mark.slow
 def test_what_is_finished_is_told(bench, two_tables):
     seen = []
-    classifiers.run(
-        ["1"], [bench], progress=lambda done, total, what, result: seen.append((done, total, what, dict(result)))
-    )
+    measure(["1"], [bench], progress=lambda done, total, what, result: seen.append((done, total, what, dict(result))))
     assert [each[:2] for each in seen] == [(1, 3), (2, 3), (3, 3)]
     assert [len(each[3]["rows"]) for each in seen] == [1, 2, 3]
     assert re.fullmatch(r"timm:deit_small_patch16_224.tiny W4/A4 minmax, seed 0: .* %, \d+ s", seen[0][2])
@@ -312,16 +315,16 @@ def test_what_is_finished_is_told(bench, two_tables):
 
 @pytest.mark.slow
 def test_another_model_is_measured_anew(bench, two_tables, tmp_path):
-    first = classifiers.run(["1"], [bench], work=tmp_path)
+    first = measure(["1"], [bench], work=tmp_path)
     other = replace(bench, labels=bench.labels.roll(1))
-    again, fresh = (without_seconds(classifiers.run(["1"], [other], work=work)) for work in (tmp_path, None))
+    again, fresh = (without_seconds(measure(["1"], [other], work=work)) for work in (tmp_path, None))
     assert again == fresh
     weights = {name: value * 1.5 for name, value in bench.model.module.state_dict().items()}
     module = type(bench.model.module)(width=16, depth=1, heads=2).eval()
     module.load_state_dict(weights)
     scaled = replace(bench, model=replace(bench.model, module=module))
-    found = without_seconds(classifiers.run(["1"], [scaled], work=tmp_path))
-    assert found == without_seconds(classifiers.run(["1"], [scaled]))
+    found = without_seconds(measure(["1"], [scaled], work=tmp_path))
+    assert found == without_seconds(measure(["1"], [scaled]))
     assert found != without_seconds(first)
 
 
@@ -365,18 +368,18 @@ def test_a_search_that_is_shared_has_its_seconds_wherever_it_serves(calibration,
 def test_a_row_of_one_seed_is_no_row_of_another(bench, two_tables, tmp_path, monkeypatch):
     measured = []
 
-    def measure(self, config, seed, whole):
+    def quantized(self, config, seed, whole):
         measured.append(seed)
         shares = {"top1": (seed + 1) / 8, "agreement": 0.5}
         return {**whole, **shares, "executor": "native", "seconds": 1.0}
 
     whole = {"classes": [], "top1": 1.0, "right": "00", "fixops": 1, "bytes": 1}
-    monkeypatch.setattr(classifiers._Measured, "_quantized", measure)
-    monkeypatch.setattr(classifiers._Measured, "_full_precision", lambda self, classes: whole)
-    classifiers.run(["1"], [bench], work=tmp_path)
+    monkeypatch.setattr(classifiers._Measured, "quantized", quantized)
+    monkeypatch.setattr(classifiers._Measured, "full_precision", lambda self: whole)
+    measure(["1"], [bench], work=tmp_path)
     for count in (1, 0):  # what is left to be measured of the second seed
         measured.clear()
-        result = classifiers.run(["1"], [bench], seeds=2, work=tmp_path)
+        result = measure(["1"], [bench], seeds=2, work=tmp_path)
         assert measured == [1] * 2 * count
         row = next(row for row in result["rows"] if row["names"] == ["percentile"])
         assert row["top1"]["values"] == [1 / 8, 2 / 8]
@@ -389,7 +392,7 @@ def test_a_row_of_one_seed_is_no_row_of_another(bench, two_tables, tmp_path, mon
 
 @pytest.mark.slow
 def test_columns_that_say_nothing_are_left_out(bench, two_tables):
-    text = markdown(classifiers.run(["1", "B"], [bench], seeds=2))
+    text = markdown(measure(["1", "B"], [bench], seeds=2))
     assert "| bits | method | top-1 [%] | published [%] | agreement [%] | p, float | CPU s |" in text
     assert "## Table B: other" in text
     assert "| W32/A32 | full precision |" in text
@@ -398,7 +401,7 @@ def test_columns_that_say_nothing_are_left_out(bench, two_tables):
     assert "FixOPs [M]" in text
     assert "over 2 seeds, with 32 calibration images" in text
     unpublished = replace(bench, model=replace(bench.model, name="demo"))
-    assert "published" not in markdown(classifiers.run(["1"], [unpublished]))
+    assert "published" not in markdown(measure(["1"], [unpublished]))
 
 
 # --- the command ---
@@ -578,9 +581,9 @@ def test_a_row_that_fits_images_is_measured(monkeypatch, bench):
     found = {"4": Table("Some", ("method",), (row, Row(("none",), quick("minmax"))))}
     monkeypatch.setattr(paper, "TABLES", found)
     whole = replace(bench, more=torch.cat([bench.judged, bench.pool]))
-    result = classifiers.run(["4"], [whole], images=4)
+    result = measure(["4"], [whole], images=4)
     assert [entry["names"] for entry in result["rows"]] == [["some"], ["none"]]
-    alone = classifiers.run(["4"], [bench], images=4, firsts=["none"])
+    alone = measure(["4"], [bench], images=4, firsts=["none"])
     assert alone["rows"][0]["top1"]["values"] == result["rows"][1]["top1"]["values"]
     assert all(entry["published"] == {} for entry in result["rows"])  # on other numbers of images
 
@@ -630,8 +633,8 @@ def test_another_device_is_measured_anew(bench):
     module = copy.deepcopy(bench.model.module)
     keys = [
         classifiers._Measured(
-            replace(bench, model=replace(bench.model, module=module)), 4, 0, 1, torch.device(name), None
-        )._key
+            replace(bench, model=replace(bench.model, module=module)), Request(["1"], device=torch.device(name))
+        ).identity
         for name in ("cpu", "meta")
     ]
     assert keys[0] != keys[1]
