@@ -1,4 +1,4 @@
-"""Draw the quantizers of a model or an artifact, as the paper's Figures 1, 3 and 4 do, and the SQNR of each site.
+"""Draw the levels of quantizers (the paper's Figures 1 and 4), the landscape of a search, and the SQNR of each site.
 
     python -m experiments.figures TARGET --out FOLDER [--data FOLDER] ...
 
