@@ -752,6 +752,16 @@ def test_gradients_change_no_value(quantizer, by_hand, low, high, dtype):
     assert len(parameters) == len(quantizer.parameters())
 
 
+@every_case
+def test_clamped_parts_are_the_integers_of_the_codes(quantizer, by_hand, low, high):
+    """Uniform and twin quantizers round and clamp x / unit; the others name no such parts."""
+    x = torch.linspace(2 * low - high, 2 * high - low, 999, dtype=torch.float64).expand(3, -1)
+    parts = [torch.clamp((x / unit).round(), least, most) for unit, least, most in quantizer.clamped()]
+    assert len(parts) == {"uniform": 1, "twin": 2}.get(quantizer.kind, 0)
+    integers = quantizer.integers(quantizer.quantize(x)) if parts else []
+    assert all(torch.equal(part, each.double()) for part, each in zip(parts, integers, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @every_case
 def test_gradients_change_no_value_of_a_narrow_type(quantizer, by_hand, low, high, dtype):

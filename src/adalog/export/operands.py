@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from adalog.errors import ArtifactError
 from adalog.export.operators import BYTE_STEPS, STEPS, operator
-from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer, symmetric_zero_point
+from adalog.quantizers import LogQuantizer, Quantizer
 from adalog.runtime.integer.encode import value_thresholds
 
 COMPARED_BITS = 4  # logarithmic codes of up to this many bits are found by comparing with every threshold
@@ -45,19 +45,10 @@ class Encoder(nn.Module):
     def __init__(self, quantizer: Quantizer, name: str):
         super().__init__()
         self.name, self.limits = name, quantizer.limits()
-        parts: list[_Rounded | _Logarithm | _Ones]
-        if isinstance(quantizer, UniformQuantizer):
-            low = -quantizer.zero_point
-            parts = [_Rounded(quantizer.scale, low, low + (2**quantizer.bits - 1))]
-        elif isinstance(quantizer, TwinUniformQuantizer):
-            half, zero = symmetric_zero_point(quantizer.bits), torch.zeros_like(quantizer.scale)
-            parts = [
-                _Rounded(quantizer.scale, zero, zero + (half - 1)),
-                _Rounded(quantizer.negative_scale, zero - half, zero),
-            ]
-        elif isinstance(quantizer, LogQuantizer):
+        parts: list[_Rounded | _Logarithm | _Ones] = [_Rounded(*each) for each in quantizer.clamped()]
+        if isinstance(quantizer, LogQuantizer):
             parts = [_Logarithm(quantizer), *(_Ones() for _ in self.limits[1:])]
-        else:
+        if not parts:
             raise ArtifactError(
                 f"{name} has a quantizer of the kind {quantizer.kind}, which adalog cannot export to ONNX: choose "
                 "another kind of quantizer"

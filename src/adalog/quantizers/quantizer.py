@@ -282,6 +282,10 @@ class Quantizer(ABC):
     def limits(self) -> list[tuple[int, int]]:
         """Return the least and the largest integer of each part, over all codes."""
 
+    def clamped(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return (unit, low, high) of each part if its integers are x / unit, rounded and clamped, else nothing."""
+        return []
+
     # --- cost ---
 
     @property

@@ -72,6 +72,10 @@ class TwinUniformQuantizer(Quantizer):
         half = symmetric_zero_point(self.bits)
         return [(0, half - 1), (-half, 0)]
 
+    def clamped(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        half, zero = symmetric_zero_point(self.bits), torch.zeros_like(self.scale)
+        return [(self.scale, zero, zero + (half - 1)), (self.negative_scale, zero - half, zero)]
+
     def fields(self) -> dict[str, Any]:
         return {"kind": self.kind, **self._common_fields(), "negative_scale": decimals(self.negative_scale)}
 

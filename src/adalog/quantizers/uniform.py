@@ -125,6 +125,10 @@ class UniformQuantizer(Quantizer):
     def limits(self) -> list[tuple[int, int]]:
         return [(-int(self.zero_point.max()), 2**self.bits - 1 - int(self.zero_point.min()))]
 
+    def clamped(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        low = -self.zero_point
+        return [(self.scale, low, low + (2**self.bits - 1))]
+
     def fields(self) -> dict[str, Any]:
         check_parameters("a uniform quantizer", self.scale, self.zero_point, self.bits)
         zero_point = [int(value) for value in self.zero_point.reshape(-1)]
