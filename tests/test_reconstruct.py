@@ -282,7 +282,7 @@ def test_the_low_rank_error_is_made_of_gradients_where_the_block_was(pool, spoil
     start, numbers, name, last = block._assigned, block._fitted, block._out, spoilt[0].program.output.name
     softer = [(group, replace(found, left=None)) for group, found in start]
     gradients, changes, given = [], [], []
-    assert block._renew(softer)  # it begins with a gradient at the start
+    block._error.renew(block._runner(softer))  # it begins with a gradient at the start
     for assigned in (start, softer):
         sums, moved, given = 0.0, 0.0, []
         for number in numbers:
@@ -344,7 +344,7 @@ def test_changes_that_are_equal_but_for_rounding_count_once(pool, searched):
     for _ in range(3):
         for found, share in ((error._changes[-1], 1e-6), (error._gradients[-1], 1e-2)):
             found.mul_(1 + share * torch.randn(found.shape, generator=draw))
-        block._renew(block._assigned)
+        error.renew(block._runner(block._assigned))
         assert error._units[0] == pytest.approx(unit, rel=0.1)
 
 

@@ -1,7 +1,10 @@
-"""Measure the error of a block's output during reconstruction, by its size or by its effect on the model's loss."""
+"""Measure the error of a block's output during reconstruction, by its size or by its effect on the model's output."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -9,19 +12,13 @@ from torch import Tensor
 from adalog.calibration.batches import Chunk
 from adalog.calibration.blocks import Blocks
 from adalog.calibration.gradients import BATCH, distance_gradient, hessian_probe, mean_distance, with_mean_one
-from adalog.choices import BlockLoss
 from adalog.errors import CalibrationError
 from adalog.graph.program import leaves_of
 
-# (differences of a block's output on some images, indices of these images) -> mean error.
-BlockError = Callable[[Tensor, Tensor], Tensor]
 # Maps the model's outputs that depend on the block's output, by their index among all outputs, to the gradient of a
 # loss with respect to each of them.
 Slope = Callable[[Mapping[int, Tensor]], Sequence[Tensor]]
 
-# The number of gradients that FIMA-Q's loss takes while a block is trained (15 in FIMA-Q), and the images per gradient.
-RENEWALS = 4
-_IMAGES = 64
 # Directions of change with less than this fraction of the largest power count as rounding noise.
 _EQUAL = 1e-6
 
@@ -31,7 +28,8 @@ class BlockOutput:
     """A block's output in the float network on all images, and the model's outputs that depend on it.
 
     values: the model's inputs and this output, by name. outputs: the names of the model's outputs. apart: True if the
-    images can be separated in these values; otherwise gradients are taken on all images together.
+    images can be separated in these values; otherwise gradients are taken on all images together. fitted, held_out: the
+    indices of the images that train the block, and of those that evaluate it. seed: of random gradients.
     """
 
     blocks: Blocks
@@ -39,6 +37,9 @@ class BlockOutput:
     values: Chunk
     outputs: tuple[str, ...]
     apart: bool
+    fitted: Tensor
+    held_out: Tensor
+    seed: int
 
     def batches(self, numbers: Tensor) -> Iterator[Tensor]:
         """Yield image indices in the batches that gradients are taken on."""
@@ -76,30 +77,40 @@ class BlockOutput:
         return values.unflatten(dim, (-1, each)).movedim(dim, 0).flatten(1)
 
 
-def block_error(loss: BlockLoss, output: BlockOutput, fitted: Tensor, seed: int) -> BlockError:
-    """Return the error function for a choice of `Reconstruction.loss`.
+class BlockError(ABC):
+    """The error of a block's output while the block is trained.
 
-    fitted: the indices of the training images.
+    renewals: how often `renew` is called, first before training and then after equal numbers of steps.
     """
-    if loss == "squared":
-        return lambda difference, numbers: difference.square().mean()
-    if loss == "output":
-        return OutputError(output)
-    if loss == "low-rank":
-        return LowRankFisher(output, fitted[:_IMAGES] if output.apart else fitted)
-    return FisherWeights(output, seed, averaged=loss == "averaged")
+
+    renewals: ClassVar[int] = 0
+
+    @abstractmethod
+    def __call__(self, difference: Tensor, numbers: Tensor) -> Tensor:
+        """Return the mean error. difference: of the block's output on the images with these indices."""
+
+    def renew(self, quantized: Callable[[Tensor], Tensor]) -> None:
+        """Adapt the error to the block's state. quantized: maps image indices to the block's output in that state."""
+        return
 
 
-class FisherWeights:
+class SquaredError(BlockError):
+    """The squared error of the block's output."""
+
+    def __call__(self, difference: Tensor, numbers: Tensor) -> Tensor:
+        return difference.square().mean()
+
+
+class FisherWeights(BlockError):
     """Squared errors weighted by squared gradients of the model's loss (BRECQ's diagonal Fisher information).
 
     The loss is the distance to the float network's outputs (`hessian_probe`), because labels are not known. averaged:
     weight each value by its average over all images (APHQ-ViT).
     """
 
-    def __init__(self, output: BlockOutput, seed: int, *, averaged: bool):
+    def __init__(self, output: BlockOutput, *, averaged: bool = False):
         self._blocks, self._name = output.blocks, output.name
-        probe = hessian_probe(torch.Generator().manual_seed(seed))
+        probe = hessian_probe(torch.Generator().manual_seed(output.seed))
         value = output.values[output.name]
         squares = torch.empty_like(value)
         for numbers in output.batches(torch.arange(output.blocks.count, device=value.device)):
@@ -124,7 +135,7 @@ class FisherWeights:
         return (difference.square() * self.weights(numbers)).mean()
 
 
-class LowRankFisher:
+class LowRankFisher(BlockError):
     """A low-rank and a diagonal part of the Fisher information (FIMA-Q, Wu et al., CVPR 2025).
 
     The formulas follow a public reproduction of FIMA-Q's released code.
@@ -133,10 +144,14 @@ class LowRankFisher:
     gradients and k changes, with their magnitudes averaged over images, form the matrices G and D, (k, values). The
     part of rank k is a^T (D D^T)^-1 a with a = G |difference|. The mean of G weights the diagonal part. Both parts are
     scaled to mean 1 at the point of the last gradient, and they count equally.
+
+    images: the number of images per gradient.
     """
 
-    def __init__(self, output: BlockOutput, numbers: Tensor):
-        self._output, self._numbers = output, numbers
+    renewals = 4  # 15 in FIMA-Q
+
+    def __init__(self, output: BlockOutput, *, images: int = 64):
+        self._output, self._numbers = output, output.fitted[:images] if output.apart else output.fitted
         self._gradients: list[Tensor] = []
         self._changes: list[Tensor] = []
         self._inverse = torch.empty(0)
@@ -144,10 +159,6 @@ class LowRankFisher:
 
     @torch.no_grad()
     def renew(self, quantized: Callable[[Tensor], Tensor]) -> None:
-        """Take another gradient and update both parts.
-
-        quantized: maps image indices to the block's output as it is quantized now.
-        """
         output, differences = self._output, []
         gradient, change = torch.zeros(()), torch.zeros(())
         for numbers in output.batches(self._numbers):
@@ -182,22 +193,23 @@ class LowRankFisher:
         return low / self._units[0] + diagonal / self._units[1]
 
 
-class OutputError:
+class OutputError(BlockError):
     """The errors of the block's output and of the model's output behind it (GLF-Q, arXiv 2609.34564).
 
     The block's error is squared, and the model's is `mean_distance`. The network behind the block is the float one.
-    Each of the two errors is divided by its value at the last `renew`. If the block is the whole model, a classifier's
-    logits have both errors, and other outputs have the squared error twice.
+    Each of the two errors is divided by its value on the held-out images before training. If the block is the whole
+    model, a classifier's logits have both errors, and other outputs have the squared error twice.
     """
+
+    renewals = 1
 
     def __init__(self, output: BlockOutput):
         self._output = output
         self._units = (1.0, 1.0)
 
     @torch.no_grad()
-    def renew(self, quantized: Callable[[Tensor], Tensor], numbers: Tensor) -> None:
-        """Take the errors at the block's current state as units, on these images."""
-        sums = torch.zeros(2)
+    def renew(self, quantized: Callable[[Tensor], Tensor]) -> None:
+        sums, numbers = torch.zeros(2), self._output.held_out
         for some in self._output.batches(numbers):
             difference = quantized(some) - self._output.picked(some)[self._output.name]
             sums += torch.stack(self._parts(difference, some)).cpu() * (len(some) / len(numbers))
@@ -217,13 +229,24 @@ class OutputError:
         return block / self._units[0] + rest / self._units[1]
 
 
+Loss = Callable[[BlockOutput], BlockError]
+# By the value of `Reconstruction.loss`.
+LOSSES: dict[str, Loss] = {
+    "squared": lambda output: SquaredError(),
+    "fisher": FisherWeights,
+    "averaged": partial(FisherWeights, averaged=True),
+    "low-rank": LowRankFisher,
+    "output": OutputError,
+}
+
+
 def picked(blocks: Blocks, chunk: Chunk, numbers: Tensor) -> Chunk:
     """Return the values of a chunk of all images for the selected images."""
     if len(numbers) == blocks.count:
         return dict(chunk)
     axes = {name: blocks.axis(name) for name in chunk}
     return {
-        name: value if (axis := axes[name]) is None else value.index_select(axis[0], _places(axis, numbers))
+        name: value if (axis := axes[name]) is None else value.index_select(axis[0], places(axis, numbers))
         for name, value in chunk.items()
     }
 
@@ -234,9 +257,9 @@ def put(blocks: Blocks, whole: Tensor, name: str, numbers: Tensor, some: Tensor)
     if axis is None:
         whole.copy_(some)
     else:
-        whole.index_copy_(axis[0], _places(axis, numbers), some)
+        whole.index_copy_(axis[0], places(axis, numbers), some)
 
 
-def _places(axis: tuple[int, int], numbers: Tensor) -> Tensor:
+def places(axis: tuple[int, int], numbers: Tensor) -> Tensor:
     """Return the positions of some images along their axis."""
     return (numbers[:, None] * axis[1] + torch.arange(axis[1], device=numbers.device)).flatten()

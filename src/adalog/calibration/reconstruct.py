@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from adalog.calibration.batches import Chunk
-from adalog.calibration.block_errors import RENEWALS, BlockOutput, LowRankFisher, OutputError, block_error, picked
+from adalog.calibration.block_errors import LOSSES, BlockOutput, picked
 from adalog.calibration.blocks import Blocks
 from adalog.calibration.judge import output_errors
 from adalog.calibration.partial import Partial
@@ -214,11 +214,12 @@ class BlockInTraining:
         )
         self._generators = [torch.Generator(device).manual_seed(each) for each in share_seeds.tolist()]
         chunk = {name: self._exact[name] for name in floats.images} | self._wanted
-        behind = BlockOutput(floats, self._out, chunk, tuple(dict.fromkeys(refs_of(program.output))), apart)
-        self._error = block_error(choices.loss, behind, self._fitted, seed)
-        self._renew(self._assigned)
-        if isinstance(self._error, OutputError):
-            self._error.renew(self._runner(self._assigned), self._judging)
+        outputs = tuple(dict.fromkeys(refs_of(program.output)))
+        self._error = LOSSES[choices.loss](
+            BlockOutput(floats, self._out, chunk, outputs, apart, self._fitted, self._judging, seed)
+        )
+        if self._error.renewals:
+            self._error.renew(self._runner(self._assigned))
 
     def trained(self, report: Callable[[int], None] | None = None) -> list[tuple[SiteGroup, Assignment]]:
         """Train the block, and return the best assignments on the held-out images, the initial ones included.
@@ -228,7 +229,7 @@ class BlockInTraining:
         best, least = list(self._assigned), self._judged(self._assigned)
         unit = max(least, torch.finfo(torch.float32).tiny)
         last = self._choices.iterations
-        check, renewal = max(1, last // _CHECKS), -(-last // RENEWALS)
+        check, renewal = max(1, last // _CHECKS), -(-last // max(1, self._error.renewals))
         for step in self.steps(unit) if 0 < least < math.inf else ():  # an error of zero cannot fall
             if report is not None and step % max(1, last // _REPORTS) == 0 and step < last:
                 report(step)
@@ -239,7 +240,8 @@ class BlockInTraining:
                 error = self._judged(tried)
                 if error < least:
                     best, least = tried, error
-            if step % renewal == 0 and step < last and self._renew(tried):
+            if step % renewal == 0 and step < last:
+                self._error.renew(self._runner(tried))
                 least = self._judged(best)
         return self._measured(best)
 
@@ -423,13 +425,6 @@ class BlockInTraining:
             instead = {FAKE_QUANTIZE: quantized, **products}
             steps = {node.name: instead[node.op] for node in program.nodes if node.op in instead}
         return self._blocks.values(given, [self._out], program, steps)[self._out]
-
-    def _renew(self, assigned: Assigned) -> bool:
-        """Take new gradients for the error at the block's current state; return False if the error uses none."""
-        if not isinstance(self._error, LowRankFisher):
-            return False
-        self._error.renew(self._runner(assigned))
-        return True
 
     def _runner(self, assigned: Assigned) -> Callable[[Tensor], Tensor]:
         """Return a function that maps image indices to the block's output, quantized like this."""
