@@ -29,11 +29,10 @@ from unittest import mock
 import torch
 
 from adalog import Calibration, Config, Search, library
-from adalog.choices import ReleasedSearch
+from adalog.baselines import ReleasedSearch
 from adalog.device import multiplies_bfloat16
 from adalog.quantizers import Assignment, elementwise
-from adalog.search import objective, released
-from adalog.search.bounds import search_product
+from adalog.search import objective
 from adalog.search.operand import Operand
 from adalog.search.product import Product
 
@@ -85,13 +84,13 @@ def measure_site(calibration: Calibration, held_out: Calibration, config: Config
     """Return the costs of both searches of a site's product, and the errors of the quantizers that they find."""
     runs: list[tuple[Operand, dict[str, Any]]] = []
 
-    def directly(product: Product, search: ReleasedSearch, *, fused: bool = False) -> Assignment:
+    def directly(search: ReleasedSearch, product: Product, *, fused: bool = False) -> Assignment:
         direct = Direct(fused=fused)
         cost, found = measured(lambda: direct.search_product(product, search))
         runs.append((product.left, {**cost, "candidates": direct.candidates, "flops": direct.flops}))
         return found
 
-    with mock.patch.object(released, "search_product", directly):
+    with mock.patch.object(ReleasedSearch, "search_product", directly):
         (reference,) = calibration.search(config, [name])
 
     def errors(found: Assignment) -> tuple[float, float]:
@@ -111,7 +110,7 @@ def measure_site(calibration: Calibration, held_out: Calibration, config: Config
     # The run whose operand format had the least error.
     direct = next(cost for left, cost in runs if left is reference.product.left)
     assert isinstance(config.search, ReleasedSearch)
-    found = directly(fresh(), config.search, fused=True)
+    found = directly(config.search, fresh(), fused=True)
     row: dict[str, Any] = {
         "sites": [site.name for site in reference.sites],
         "rows": rows,
@@ -122,7 +121,7 @@ def measure_site(calibration: Calibration, held_out: Calibration, config: Config
     for kind, ours in OURS.items():
         product = fresh()
         with ours.run(), counted() as counts:
-            cost, found = measured(partial(search_product, product, ours.search))
+            cost, found = measured(partial(ours.search.search_product, product))
         candidates = configured_candidates(product.left, product.right, ours.search)
         row[kind] = {**cost, "candidates": candidates, "counts": counts.to_json(rows), **ratios(found)}
     return row

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from adalog.choices import ReleasedSearch
-from adalog.quantizers import Assignment, LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer, log_levels
+from adalog.baselines import ReleasedSearch, TwinUniformQuantizer
+from adalog.quantizers import Assignment, LogQuantizer, Quantizer, UniformQuantizer, log_levels
 from adalog.search.fused import sums, uniform_errors
 from adalog.search.operand import Operand
 from adalog.search.product import Product
@@ -161,6 +161,11 @@ def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     return out
 
 
+def direct_search(search: ReleasedSearch, product: Product) -> Assignment:
+    """Return the quantizers of a product; this can replace `ReleasedSearch.search_product`."""
+    return Direct().search_product(product, search)
+
+
 class Direct:
     """The search of the released code.
 
@@ -173,7 +178,7 @@ class Direct:
         self.fused, self.candidates, self.flops = fused, 0, 0
 
     def search_product(self, product: Product, search: ReleasedSearch) -> Assignment:
-        """Return the quantizers of a product; this can replace `released.search_product`."""
+        """Return the quantizers of a product."""
         role, left, right, of_activations = product.role, product.left, product.right, product.of_activations
         half = 2 ** (right.format.bits - 1)
         steps = search.steps - 1 if search.progressive else 0

@@ -89,7 +89,7 @@ def commit() -> str | None:
     """Return the commit of this clone, with "-changed" if code differs from it; None without a clone or git."""
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", ROOT, *arguments]
+        command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:

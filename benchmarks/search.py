@@ -52,7 +52,7 @@ measurements for later runs. Start with an empty folder after a change of the li
 
 from benchmarks import realbench
 from benchmarks.beside import SIX, compare
-from benchmarks.direct import Direct
+from benchmarks.direct import direct_search
 from benchmarks.measure import (
     Case,
     floor,
@@ -87,11 +87,11 @@ from torch.nn import functional as F
 import adalog
 from adalog import Calibration, Config, Search
 from adalog._quantize import sample_images
+from adalog.baselines import ReleasedSearch
 from adalog.files import write_whole
 from adalog.inputs import demo
 from adalog.inputs.images import Preprocessing, find_images
 from adalog.inputs.zoo import load_model
-from adalog.search import released
 from adalog.study.doctor import machine
 
 CHEAP = Search(init=(4, 2), parents=1, steps=0, rounds=1)
@@ -292,7 +292,7 @@ def check_golden(folder: Path) -> dict[str, Any]:
     """Compare the direct search with the outputs of the released code."""
     model, images, settings = golden.load_folder(folder)
     calibration, files, ok = Calibration(model, images), {}, True
-    with mock.patch.object(released, "search_product", Direct().search_product):
+    with mock.patch.object(ReleasedSearch, "search_product", direct_search):
         for name, content in settings.items():
             if "method" in content:  # the file is from another method
                 continue

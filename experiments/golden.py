@@ -38,8 +38,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from adalog import Calibration, Config
+from adalog.baselines import RangeSearch, ReleasedSearch, ScaleSearch
 from adalog.calibration.calibration import Searched
-from adalog.choices import PowerLaw, RangeSearch, ReleasedSearch, ScaleSearch
+from adalog.config import PowerLaw
 from adalog.quantizers import LogQuantizer, Quantizer, UniformQuantizer
 from adalog.study.doctor import machine
 

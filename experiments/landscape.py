@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from adalog.calibration.calibration import Calibration, Searched
-from adalog.choices import Search
 from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS
-from adalog.search.bounds import judges, minimise
+from adalog.search.bounds import Search, judges, minimise
 from adalog.search.objective import ProductError
 from adalog.search.operand import Operand
 from adalog.search.strategies import Loss, best_points, grid

@@ -12,9 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from adalog.choices import AnySearch, Reconstruction, ReleasedSearch, Search, Stage
-from adalog.config import Config
+from adalog.baselines import ReleasedSearch
+from adalog.choices import Reconstruction
+from adalog.config import Config, Stage
 from adalog.methods import METHODS
+from adalog.search import AnySearch
+from adalog.search.bounds import Search
 
 IMAGES = 32  # calibration images (Sec. 4.1)
 FITTED_IMAGES = 1024  # images that stages fit, the usual number for block reconstruction

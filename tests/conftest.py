@@ -8,9 +8,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from adalog import Calibration, Config, Search
+from adalog.baselines import ScaleSearch
 from adalog.calibration import calibration as calibration_module
 from adalog.calibration.partial import fingerprint
-from adalog.choices import ScaleSearch
 from adalog.graph.capture import capture
 from adalog.inputs.demo.model import DemoViT
 from stored import serialise

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from adalog.choices import Search
 from adalog.quantizers import QuantizedTensor, UniformQuantizer
-from adalog.search.bounds import search_product
+from adalog.search.bounds import Search
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
 from strategies import R, normal
@@ -93,7 +92,7 @@ def many_rows(problem):
 def found_by(left, right, search):
     """The assignment of left @ right^T under these choices."""
     role = "linear" if left.values.ndim == 2 else "av" if left.format.log2_base else "qk"
-    return search_product(Product(role, left, right), search)
+    return search.search_product(Product(role, left, right))
 
 
 def weight_of(found):

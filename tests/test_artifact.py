@@ -17,18 +17,12 @@ import torch
 import adalog
 from adalog import ArtifactError, Calibration, Config, DataError, QuantizedModel
 from adalog.artifact import FORMAT, KEY, inspect, sizes
-from adalog.choices import ReleasedSearch
+from adalog.baselines import ReleasedSearch, SplitUniformQuantizer, TwinUniformQuantizer
 from adalog.files import check_folder, check_writable, write_folder, write_whole
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, Program, Ref
 from adalog.quantized import QuantizedProgram
-from adalog.quantizers import (
-    LogQuantizer,
-    QuantizedTensor,
-    SplitUniformQuantizer,
-    TwinUniformQuantizer,
-    UniformQuantizer,
-)
+from adalog.quantizers import LogQuantizer, QuantizedTensor, UniformQuantizer
 from stored import deserialise, rebuilt, refused, serialise
 
 # --- round trip ------------------------------------------------------------------------------------------------------

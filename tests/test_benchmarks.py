@@ -44,13 +44,13 @@ import typer
 from PIL import Image
 
 from adalog import Calibration, Config, Correction, Reconstruction, Search, library
+from adalog.baselines import ReleasedSearch, TwinUniformQuantizer
 from adalog.calibration.calibration import Searched
-from adalog.choices import ReleasedSearch
 from adalog.detection import demo as detector_demo
 from adalog.inputs import demo
 from adalog.inputs.demo.model import DemoViT
-from adalog.quantizers import Assignment, LogQuantizer, TwinUniformQuantizer, UniformQuantizer, elementwise
-from adalog.search import objective, released
+from adalog.quantizers import Assignment, LogQuantizer, UniformQuantizer, elementwise
+from adalog.search import objective
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
 
@@ -438,7 +438,7 @@ def test_both_released_searches_find_the_same(tiniest, images):
     """The library's search and the one of `direct`, which were written apart."""
     config = replace(Config.preset("w4a4", "adalog-released"), images=4, search=ReleasedSearch(steps=2, rounds=1))
     ours = Calibration(tiniest, images).search(config)
-    with mock.patch.object(released, "search_product", direct.Direct().search_product):
+    with mock.patch.object(ReleasedSearch, "search_product", direct.direct_search):
         theirs = Calibration(tiniest, images).search(config)
     assert len(ours) == 10
     for one, other in zip(ours, theirs, strict=True):
@@ -549,7 +549,7 @@ def test_what_a_search_does_is_counted_and_switched_off(monkeypatch):
     def counts_of(way):
         product = linear()
         with way.run(), measure.counted() as counts:
-            found = beside.search_product(product, search)
+            found = search.search_product(product)
             kernels = elementwise._functions()
         return counts.to_json(measure.site_rows(product)), found, kernels
 
@@ -562,7 +562,7 @@ def test_what_a_search_does_is_counted_and_switched_off(monkeypatch):
     assert list(plain["flops"]) == ["float32"]
     assert none == {}
     assert elementwise._functions() == kernels
-    assert found.sqnr == beside.search_product(linear(), search).sqnr  # counting changes nothing
+    assert found.sqnr == search.search_product(linear()).sqnr  # counting changes nothing
 
 
 def test_engines_that_are_absent_or_fail_are_reported(tiniest, monkeypatch):

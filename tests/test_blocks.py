@@ -9,12 +9,9 @@ from torch import nn
 
 import zoo
 from adalog import Calibration, Config
-from adalog.calibration import blockwise, evolution
+from adalog.baselines import BlockRefinement, Evolution, ScaleSearch, blockwise, evolution
 from adalog.calibration.batches import Batches, cut
 from adalog.calibration.blocks import Blocks
-from adalog.calibration.blockwise import refined_blocks
-from adalog.calibration.evolution import evolved
-from adalog.choices import BlockRefinement, Evolution, ScaleSearch
 from adalog.graph.capture import capture
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, Program, Ref
@@ -238,14 +235,8 @@ def test_refinement_within_a_memory_finds_scales_as_good(preset, choices):
     config = replace(Config.preset("w3a4", preset), images=4, **choices)
     assigned = calibration.assign(replace(config, stages=()))
     gradients = {block.value_out: torch.ones(()) for block in find_blocks(calibration.program)}
-    given = calibration.program, calibration.images, assigned, config.stages[0]
-
-    def refined(memory):
-        if isinstance(config.stages[0] if config.stages else None, Evolution):
-            return evolved(*given, torch.Generator().manual_seed(0), memory)
-        return refined_blocks(*given, gradients, memory)
-
-    every, some = refined(None), refined(100_000)
+    given = calibration.program, calibration.images, assigned, lambda probes: gradients, 0
+    every, some = (config.stages[0].refined(*given, memory) for memory in (1 << 40, 100_000))
     alike = 0
     for (_, one), (_, other), (_, start) in zip(every, some, assigned, strict=True):
         pairs = ((one.left, other.left), (one.right, other.right))

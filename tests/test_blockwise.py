@@ -7,8 +7,8 @@ import torch
 
 import zoo
 from adalog import Calibration, Config
-from adalog.calibration.blockwise import largest_errors, refine_block
-from adalog.choices import BlockRefinement, ScaleSearch
+from adalog.baselines import BlockRefinement, ScaleSearch
+from adalog.baselines.blockwise import largest_errors, refine_block
 from adalog.quantizers import UniformQuantizer
 from problems import uniform_of
 from strategies import normal

@@ -12,14 +12,13 @@ from torch.nn.functional import gelu
 import adalog.search.bounds
 import adalog.search.objective
 import adalog.search.operand
-from adalog.choices import Search
-from adalog.config import Config
+from adalog.baselines import TwinUniformQuantizer
+from adalog.config import Config, power_law_format
 from adalog.quantizers import (
     FLOAT_BITS,
     Assignment,
     LogQuantizer,
     QuantizedTensor,
-    TwinUniformQuantizer,
     UniformQuantizer,
     bounds_to_uniform,
     log_levels,
@@ -27,7 +26,7 @@ from adalog.quantizers import (
     uniform_fake_quantize,
 )
 from adalog.search import bounds, product
-from adalog.search.bounds import best_ranges, fold_channels, minimise, point_of, search_channels, search_own
+from adalog.search.bounds import Search, best_ranges, minimise, point_of, search_channels, search_own
 from adalog.search.objective import ProductError
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
@@ -310,7 +309,7 @@ def test_log_search_finds_the_base_of_data_on_a_log_grid(base, width):
 
 def test_adalog_beats_fixed_bases_and_uniform_after_softmax():
     left, right = after_softmax(3)
-    forms = {kind: Format.power_law(kind, 3, Config(), 0.0) for kind in ("uniform", "log2", "log-sqrt2", "adalog")}
+    forms = {kind: power_law_format(kind, 3, Config(), 0.0) for kind in ("uniform", "log2", "log-sqrt2", "adalog")}
     sqnr = {kind: found_by(replace(left, format=form), right, SMALL).sqnr for kind, form in forms.items()}
     assert sqnr["adalog"] > max(sqnr["uniform"], sqnr["log2"], sqnr["log-sqrt2"])
 
@@ -426,7 +425,7 @@ def test_log_candidates_are_their_quantizers_but_at_thresholds(problem, rounding
 )
 def test_power_law_formats(kind, base, table):
     config = Config(r=41, q_min=3, q_max=99, beyond="saturate", rounding="log")
-    form = Format.power_law(kind, 3, config, 0.17)
+    form = power_law_format(kind, 3, config, 0.17)
     assert (form.bits, form.log2_base, form.table) == (3, base, table)
     if base is not None:
         assert (form.q_min, form.q_max) == (3, 99)
@@ -500,8 +499,8 @@ def test_the_best_ranges_have_the_smallest_error_on_later_rows(width, changed):
         errors[search.fold_ranges] = float((added.double() @ weight.double().t()).square().sum())
     best = min(errors, key=errors.get)
     assert best_ranges(values, width, SEARCH, weight) == best
-    fold, shared = fold_channels(values, width, SEARCH, weight)
-    expected = fold_channels(values, width, replace(SEARCH, fold_ranges=best), weight)[0]
+    fold, shared = SEARCH.fold_channels(values, width, weight)
+    expected = replace(SEARCH, fold_ranges=best).fold_channels(values, width, weight)[0]
     assert shared is None
     assert torch.equal(fold.ratio, expected.ratio)
 
@@ -662,7 +661,7 @@ def test_a_candidate_that_is_worse_replaces_nothing(rough_rows, monkeypatch):
     first = bounds.search_own(given.left, search)
     second, _ = bounds._search_operand(given.right, given.left.values, given.left.quantized_at(first), search, None)
     monkeypatch.setattr(bounds, "minimise", worse)
-    found = bounds.search_product(given, replace(search, rounds=2))
+    found = replace(search, rounds=2).search_product(given)
     assert any(calls)
     for after, side, point in ((found.left, given.left, first), (found.right, given.right, second)):
         before = side.quantizer(point)
@@ -682,7 +681,7 @@ def with_start_times(monkeypatch, factor):
 
     start = given.assigned(quantizer(1.5, (1,)), quantizer(0.75, (3, 1)))
     monkeypatch.setattr(bounds, "_search_operand", finds)
-    return start, bounds.search_product(replace(given, start=start), EXACT_ROUND)
+    return start, EXACT_ROUND.search_product(replace(given, start=start))
 
 
 def test_a_start_stays_where_the_search_finds_something_worse(monkeypatch):

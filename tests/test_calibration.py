@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import adalog
 from adalog import Calibration, CalibrationError, CaptureError, Config, Correction, Reconstruction, Search, library
-from adalog.choices import RangeSearch
+from adalog.baselines import RangeSearch
 from adalog.graph.sites import census
 from adalog.methods import METHODS
 from adalog.study.cost import cost

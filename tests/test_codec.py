@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adalog import ArtifactError, Calibration, Correction, QuantizedModel, Reconstruction, artifact, library
+from adalog.baselines import TwinUniformQuantizer
+from adalog.calibration import operands
 from adalog.calibration.partial import Partial
 from adalog.errors import DataError
-from adalog.quantizers import Assignment, LogQuantizer, QuantizedTensor, TwinUniformQuantizer, UniformQuantizer
+from adalog.quantizers import Assignment, LogQuantizer, QuantizedTensor, UniformQuantizer
 from adalog.quantizers.codec import decode_weight, pack, unpack
 from adalog.search.operand import Format
 from adalog.study.cost import cost
@@ -123,7 +125,7 @@ def ternary_models(ternary, tiny, images, fast):
         return Format(config.weight_bits, own_dims, one_scale=ternary)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Format, "of_weights", of_weights)
+        patch.setattr(operands, "weight_format", of_weights)
         stages = ((), FITTED[:1], FITTED[1:])
         return [calibration.quantize(replace(fast, weight_bits=2, stages=each)) for each in stages]
 

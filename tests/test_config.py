@@ -7,9 +7,10 @@ import re
 
 import pytest
 
-from adalog.choices import BlockRefinement, Evolution, RangeSearch, ReleasedSearch, ScaleSearch, Search
+from adalog.baselines import BlockRefinement, Evolution, RangeSearch, ReleasedSearch, ScaleSearch
 from adalog.config import Config
 from adalog.methods import METHODS
+from adalog.search.bounds import Search
 
 BITS_FIELDS = ["weight_bits", "activation_bits", "softmax_bits", "input_bits"]
 

@@ -11,7 +11,6 @@ from torch.nn.functional import gelu
 import emulated
 from adalog import Calibration, Search, device, load
 from adalog.quantizers import QuantizedTensor
-from adalog.search.bounds import search_product
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
 from strategies import R, normal
@@ -141,11 +140,11 @@ def after_softmax():
 @pytest.mark.parametrize("problem", [after_softmax, after_gelu])
 def test_a_search_hardly_waits(problem):
     left, right = problem()
-    here = search_product(Product("linear", left, right), Search())
+    here = Search().search_product(Product("linear", left, right))
     with emulated.device() as put:
         left, right = (replace(operand, values=put(operand.values)) for operand in (left, right))
         with emulated.counted() as counts:
-            there = search_product(Product("linear", left, right), Search())
+            there = Search().search_product(Product("linear", left, right))
         weight = there.right.quantizer if isinstance(there.right, QuantizedTensor) else there.right
         assert there.left.scale.device == weight.scale.device == emulated.DEVICE
     assert there.sqnr == pytest.approx(here.sqnr, abs=0.01)  # [dB]; sums are in another order than the library's

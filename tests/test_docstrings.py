@@ -14,9 +14,14 @@ MODULES = ("adalog.demo", "adalog.run", "adalog.pipeline")  # all of whose publi
 
 
 def public_members(value):
-    """Yield the public functions and properties that a class itself defines, and `__call__`."""
+    """Yield the public functions and properties that a class itself defines, and `__call__`.
+
+    What overrides a member of a base without a docstring of its own has the docstring of that base.
+    """
     for name, found in vars(value).items():
         member = getattr(found, "__func__", found)  # of a static or class method
+        if member.__doc__ is None and any(name in vars(base) for base in value.__mro__[1:-1]):
+            continue
         if (inspect.isfunction(member) or isinstance(member, property)) and (name[0] != "_" or name == "__call__"):
             yield name, member
 

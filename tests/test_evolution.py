@@ -8,8 +8,8 @@ import torch
 
 import zoo
 from adalog import Calibration, Config
-from adalog.calibration.evolution import evolve, evolved, info_nce, mutated
-from adalog.choices import Evolution
+from adalog.baselines import Evolution
+from adalog.baselines.evolution import evolve, info_nce, mutated
 from adalog.graph.rewrite import rewritten
 from adalog.quantizers import UniformQuantizer
 from problems import uniform_of
@@ -101,8 +101,8 @@ def test_evolution_lowers_the_model_s_loss():
     choices = Evolution(passes=2, cycles=3)
     config = replace(Config.preset("w3a4", "fq-vit"), images=4)
     assigned = calibration.assign(config)
-    after = evolved(calibration.program, calibration.images, assigned, choices, torch.Generator().manual_seed(0))
-    again = evolved(calibration.program, calibration.images, assigned, choices, torch.Generator().manual_seed(0))
+    given = calibration.program, calibration.images, assigned, lambda probes: {}, 0, 1 << 40
+    after, again = choices.refined(*given), choices.refined(*given)
     with torch.no_grad():
         wanted = calibration.program.run(calibration.images)
         losses = [

@@ -1,6 +1,6 @@
 """Methods beside outputs of their released codes on a random tiny ViT: AdaLog (commit 75a57d2), RepQ-ViT, PTQ4ViT."""
 
-from benchmarks.direct import Direct
+from benchmarks.direct import direct_search
 from experiments import golden
 
 import copy
@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from adalog import Calibration, Config
+from adalog.baselines import ReleasedSearch
 from adalog.quantizers import LogQuantizer, UniformQuantizer
-from adalog.search import released
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "tests" / "golden"
@@ -86,7 +86,7 @@ def test_released_search_gives_the_released_outputs(search, name):
 def test_the_direct_search_gives_the_released_outputs(parts, name):
     """The reference that the library's search is timed against."""
     content, config = SETTINGS[name], golden.released_config(SETTINGS[name])
-    with mock.patch.object(released, "search_product", Direct().search_product):
+    with mock.patch.object(ReleasedSearch, "search_product", direct_search):
         found = [searched for part in parts for searched in Calibration(*part).search(config)]
     row = golden.compare(content, found)
     assert row["sites"] == 8

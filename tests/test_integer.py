@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adalog import Config, Search
+from adalog.config import power_law_format
 from adalog.quantizers import (
     LogQuantizer,
     UniformQuantizer,
@@ -21,7 +22,6 @@ from adalog.quantizers import (
 )
 from adalog.runtime import integer, reference
 from adalog.runtime.integer import products
-from adalog.search.bounds import search_product
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product, with_table
 from strategies import bits, normal, q, seeds
@@ -276,10 +276,10 @@ def test_zero_points_far_from_the_codes(op, zero_point):
 def test_eight_bits_where_they_cost_little(width, kind):
     config = Config(activation_bits=width)
     probabilities = (normal(2, 1, 40, 40, seed=width) * 3).softmax(-1).float()
-    left = Operand(probabilities, Format.power_law(kind, width, config, 0.0))
+    left = Operand(probabilities, power_law_format(kind, width, config, 0.0))
     right = Operand(normal(2, 1, 8, 40, seed=1).float(), Format(width))
     product = Product("av", left, right)
-    plain = search_product(product, Search(rounds=1, steps=1))
+    plain = Search(rounds=1, steps=1).search_product(product)
     chosen = with_table(product, plain, "calibrated")
     ratios = {}
     for tables, bits_of_table in (("u8", 8), ("u16", 16)):
@@ -298,10 +298,10 @@ def test_eight_bits_where_they_cost_little(width, kind):
 
 def test_headrooms_leave_accumulators_in_32_bits():
     width, terms = 7, 6000
-    form = Format.power_law("log2", width, Config(), 0.0)
+    form = power_law_format("log2", width, Config(), 0.0)
     left = Operand(normal(64, terms).abs().float(), form)
     right = Operand(normal(8, terms, seed=1).float(), Format(8, own_dims=(0,)))
     product = Product("linear", left, right)
-    found = with_table(product, search_product(product, Search(rounds=1, steps=0)), "u16").left
+    found = with_table(product, Search(rounds=1, steps=0).search_product(product), "u16").left
     assert terms * 255 * int(found.table_integers().max()) < 2**31
     assert found.headroom < most_headroom(width, 16, table=False)

@@ -14,35 +14,37 @@ OUTSIDE = ("experiments", "benchmarks")
 STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 BASE = {"errors", "extras", "library", "device", "files", "ranks", "stored", "version"}
-CHOICES = {"quantizers", "choices", "config", "methods"}
+SEARCHED = {"quantizers", "graph", "choices", "search"}
+CONFIGURED = {*SEARCHED, "calibration", "config"}  # and thus without the baselines
 # Each part of the package, lowest first, and what it may import besides BASE. "adalog" is the package's own __init__.
+# The modules of `calibration` that read a `Config` are parts of their own, above it.
 MAY_IMPORT = {
-    "errors": set(),
-    "extras": set(),
-    "library": set(),
-    "device": set(),
-    "files": set(),
-    "ranks": set(),
-    "stored": set(),
-    "version": set(),
-    "run": set(),
+    **{part: set() for part in (*BASE, "run")},
     "quantizers": set(),
+    "graph": {"quantizers"},
     "choices": {"quantizers"},
-    "methods": {"quantizers", "choices"},
-    "config": {"quantizers", "choices", "methods"},
-    "graph": CHOICES,
-    "search": CHOICES,
-    "ledger": CHOICES | {"graph"},
-    "quantized": CHOICES | {"graph", "ledger"},
-    "artifact": CHOICES | {"graph", "ledger", "quantized"},
-    "runtime": CHOICES | {"graph", "ledger", "quantized", "run"},
-    "export": CHOICES | {"graph", "ledger", "quantized", "artifact", "run", "runtime"},
-    "hub": CHOICES | {"graph", "ledger", "quantized", "artifact"},
-    "model": CHOICES | {"graph", "ledger", "quantized", "artifact", "runtime", "export", "hub"},
-    "calibration": CHOICES | {"graph", "search", "ledger", "quantized", "model"},
-    "inputs": CHOICES | {"graph"},
-    "_quantize": CHOICES | {"graph", "search", "calibration", "ledger", "quantized", "model", "inputs"},
+    "search": {"quantizers", "choices"},
+    "calibration": SEARCHED,
+    "baselines": {*SEARCHED, "calibration"},
+    "methods": {"choices", "search", "baselines"},
+    "config": {*SEARCHED, "calibration", "baselines", "methods"},
+    "ledger": {"quantizers", "graph"},
+    "quantized": {"config", "graph", "ledger"},
+    "artifact": {"quantizers", "config", "graph", "ledger", "quantized"},
+    "runtime": {"quantizers", "graph", "ledger", "quantized", "run"},
+    "export": {"quantizers", "graph", "ledger", "quantized", "artifact", "run", "runtime"},
+    "hub": {"quantizers", "graph", "ledger", "quantized", "artifact"},
+    "model": {"quantizers", "config", "graph", "ledger", "quantized", "artifact", "runtime", "export", "hub"},
+    "calibration.operands": CONFIGURED,
+    "calibration.shared": {*CONFIGURED, "calibration.operands"},
+    "calibration.stages": {*CONFIGURED, "calibration.shared"},
+    "inputs": {"graph"},
 }
+MAY_IMPORT["calibration.calibration"] = {
+    *(CONFIGURED | {"ledger", "quantized", "model"}),
+    *("calibration.operands", "calibration.shared", "calibration.stages"),
+}
+MAY_IMPORT["_quantize"] = {*CONFIGURED, "calibration.calibration", "ledger", "quantized", "model", "inputs"}
 MAY_IMPORT["adalog"] = {part for part in MAY_IMPORT if part not in BASE}
 MAY_IMPORT["pipeline"] = MAY_IMPORT["adalog"] | {"adalog"}
 MAY_IMPORT["study"] = MAY_IMPORT["adalog"] | {"adalog"}
@@ -58,7 +60,8 @@ def module_name(file: Path) -> str:
 
 
 def part_of(module: str) -> str:
-    return module.split(".")[1] if "." in module else module
+    names = module.split(".")[1:]
+    return next((part for part in (".".join(names[:2]), *names[:1]) if part in MAY_IMPORT), module)
 
 
 @cache
@@ -137,6 +140,12 @@ def test_what_the_order_allows_has_no_circle():
     assert {"graph", "search"} <= set(TopologicalSorter(MAY_IMPORT).static_order())
     assert "search" not in MAY_IMPORT["graph"]
     assert "graph" not in MAY_IMPORT["search"]
+
+
+def test_baselines_are_imported_only_where_names_get_their_meaning():
+    """The core runs whatever search, stage, loss or quantizer a config holds."""
+    importers = {part_of(module) for module in modules() if "baselines" in map(part_of, imports()[module])}
+    assert {"methods", "config"} <= importers <= {"baselines", "methods", "config"}
 
 
 def test_no_modules_import_each_other():

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from adalog.baselines import SplitUniformQuantizer, TwinUniformQuantizer
 from adalog.quantizers import (
     LogQuantizer,
-    SplitUniformQuantizer,
-    TwinUniformQuantizer,
     UniformQuantizer,
     log_levels,
     log_thresholds,

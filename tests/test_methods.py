@@ -13,10 +13,9 @@ import adalog
 import zoo
 from adalog import Calibration, CalibrationError, Config, QuantizedModel
 from adalog.artifact import deserialise, serialise
-from adalog.choices import BlockRefinement, Evolution, RangeSearch, ScaleSearch
+from adalog.baselines import BlockRefinement, Evolution, RangeSearch, ScaleSearch, ranges
 from adalog.errors import ArtifactError
 from adalog.quantizers import FLOAT_BITS
-from adalog.search import ranges, scales
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
 from toys import SMALL_IMAGES, Unbound
@@ -159,7 +158,7 @@ def test_a_folded_norm_decides_the_quantizer_of_its_linears(calibrations):
     config = brief("repq-vit")
     (found,) = calibration.search(config, ["blocks.1.attn.qkv"])
     x = calibration.operand(next(s for s in calibration.sites if s.name == "blocks.1.attn.qkv").left).flatten(0, -2)
-    fold, shared = ranges.fold_channels(x, 4, config.search, x[:2])
+    fold, shared = config.search.fold_channels(x, 4, x[:2])
     assert torch.equal(found.assignment.left.scale, shared.scale)
     assert torch.equal(found.assignment.left.zero_point, shared.zero_point)
     assert torch.equal(found.product.left.values, x / fold.ratio - fold.beta)
@@ -235,11 +234,11 @@ def test_gradients_weight_the_errors_of_their_own_rows():
     gradient = probe.square() / probe.square().mean()
     left, right = found.product.left, found.product.right
     product = Product("linear", left, right, weights=gradient, row_splits=torch.zeros(4, dtype=torch.int64))
-    again = scales.search_product(product, config.search)
+    again = config.search.search_product(product)
     assert torch.equal(found.assignment.left.scale, again.left.scale)
     assert torch.equal(found.assignment.right.scale, again.right.scale)
     loud = replace(left, values=torch.cat([left.values[:20], left.values[20:] * 9]))
-    found = scales.search_product(Product("linear", loud, right), config.search)
+    found = config.search.search_product(Product("linear", loud, right))
     assert float(found.left.scale) > float(again.left.scale)
 
 
@@ -263,7 +262,7 @@ def test_gradients_are_thinned_as_operands_are():
             both = (getattr(each.assignment, side).scale for each in (part, whole))
             torch.testing.assert_close(*both, rtol=0.15, atol=0)
         plain = replace(part.product, weights=None, row_splits=None)
-        unweighted = scales.search_product(plain, config.search)
+        unweighted = config.search.search_product(plain)
         assert float(unweighted.left.scale) > 1.5 * float(part.assignment.left.scale)
 
 

@@ -18,7 +18,6 @@ from adalog.graph.program import Output
 from adalog.graph.sites import find_sites
 from adalog.inputs import demo
 from adalog.quantized import QuantizedProgram
-from adalog.search import bounds
 from stored import deserialise, serialise
 from toys import Toy
 
@@ -143,14 +142,13 @@ def test_no_sqnr_is_lost_in_json(images, tmp_path):
 def searches(monkeypatch):
     """Every call of the search, by the sizes of its operands."""
     calls = []
-    module = bounds
-    original = module.search_product
+    original = Search.search_product
 
     def count(*args, **kwargs):
         calls.append(args)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(module, "search_product", count)
+    monkeypatch.setattr(Search, "search_product", count)
     return calls
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from adalog import Calibration
-from adalog.choices import Search
-from adalog.config import Config
+from adalog.config import Config, power_law_format
 from adalog.graph.rewrite import absorb_offset
 from adalog.methods import METHODS
 from adalog.quantizers import (
@@ -27,7 +26,7 @@ from adalog.quantizers import (
     log_tables,
     table_step,
 )
-from adalog.search.bounds import search_product
+from adalog.search.bounds import Search
 from adalog.search.objective import ProductError
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
@@ -441,8 +440,8 @@ def test_paper_literally_after_gelu() -> None:
     x_hat = by_logarithm(x, first, 4)
     rows = rows_for(x_hat, rows)
 
-    left, right = Operand(x, Format.power_law("adalog", 4, PAPER, 0.17)), Operand(weight, Format(4, own_dims=(0,)))
-    found = search_product(Product("linear", left, right), search)
+    left, right = Operand(x, power_law_format("adalog", 4, PAPER, 0.17)), Operand(weight, Format(4, own_dims=(0,)))
+    found = search.search_product(Product("linear", left, right))
     assert isinstance(found.left, LogQuantizer)
     assert found.right is not None
     assert found.left.q == round(2 ** first[0])
@@ -474,7 +473,7 @@ def test_paper_literally_layer_wise(calibration: Calibration) -> None:
     first = min(first, printed_algorithm(*bounds_of(q), left_loss), key=left_loss)
     second = min(second, printed_algorithm(*bounds_of(k), right_loss), key=right_loss)
     assert isinstance(PAPER.search, Search)
-    found = search_product(Product("qk", Operand(q, Format(3)), Operand(k, Format(3))), PAPER.search)
+    found = PAPER.search.search_product(Product("qk", Operand(q, Format(3)), Operand(k, Format(3))))
     for quantizer, values, point in ((found.left, q, first), (found.right, k, second)):
         assert quantizer is not None
         torch.testing.assert_close(quantizer.fake_quantize(values), by_bounds(values, point, 3), rtol=0, atol=1e-9)

@@ -14,20 +14,11 @@ import torch
 
 import adalog
 from adalog import Calibration, Config, DataError, Search
+from adalog.baselines import BlockRefinement, Evolution, ScaleSearch, SplitUniformQuantizer, TwinUniformQuantizer
 from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Scratch
-from adalog.choices import BlockRefinement, Evolution, ScaleSearch
 from adalog.inputs.demo.model import DemoViT
-from adalog.quantizers import (
-    Assignment,
-    Fold,
-    LogQuantizer,
-    QuantizedTensor,
-    SplitUniformQuantizer,
-    TwinUniformQuantizer,
-    UniformQuantizer,
-)
-from adalog.search import bounds
+from adalog.quantizers import Assignment, Fold, LogQuantizer, QuantizedTensor, UniformQuantizer
 from commands import forking
 from stored import serialise
 
@@ -197,8 +188,8 @@ def test_finished_searches_are_not_repeated(tmp_path, tiniest, images, fast, mon
     def refuse(*args):
         raise AssertionError("searched again")
 
-    for name in ("search_product", "search_channels"):
-        monkeypatch.setattr(bounds, name, refuse)
+    for name in ("search_product", "fold_channels"):
+        monkeypatch.setattr(Search, name, refuse)
     assert serialise(adalog.quantize(tiniest, images, fast, partial=path)) == wanted
 
 
@@ -315,9 +306,8 @@ def test_a_search_waits_until_there_is_room(size):
 MEMORY_SCRIPT = """
 import resource, sys, torch
 from adalog.search.operand import Format, Operand
-from adalog.search.bounds import search_product
+from adalog.search.bounds import Search
 from adalog.search.product import Product
-from adalog.choices import Search
 from adalog.calibration.calibration import MEMORY
 torch.set_num_threads(1)
 kind = sys.argv[1]
@@ -327,10 +317,10 @@ form = Format(4, log2_base=(0, 37)) if kind == "log" else Format(4)
 left, right = Operand(x, form), Operand(torch.randn(columns, width), Format(4, own_dims=(0,)))
 small = Operand(x[:64].clone(), form)
 search = Search(init=(4, 2), parents=1, steps=1)
-search_product(Product("linear", small, right), search)  # what only starting costs
+search.search_product(Product("linear", small, right))  # what only starting costs
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY // 2, used + MEMORY // 2))
-print(search_product(Product("linear", left, right), search).sqnr)
+print(search.search_product(Product("linear", left, right)).sqnr)
 """
 
 

@@ -12,11 +12,10 @@ from torch.nn import functional as F
 
 import adalog
 from adalog import Calibration, CalibrationError, CaptureError, Config, Correction, Reconstruction, Search
+from adalog.baselines import BlockRefinement, ReleasedSearch
 from adalog.calibration.calibration import digest
-from adalog.choices import BlockRefinement, ReleasedSearch
+from adalog.config import power_law_format
 from adalog.quantizers import QuantizedTensor
-from adalog.search import bounds
-from adalog.search.bounds import search_product
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product, with_table
 from stored import serialise
@@ -225,10 +224,10 @@ def test_the_better_quantizer_after_an_activation(activation, gain, power, kind)
     (uniform,) = calibration.quantize(dataclasses.replace(config, post_gelu="uniform")).ledger
     (site,) = calibration.sites
     values = calibration.operand(site.left).flatten(0, -2)
-    form = Format.power_law("adalog", 4, config, -site.left_source.minimum)
+    form = power_law_format("adalog", 4, config, -site.left_source.minimum)
     weight = Operand(model.fc.weight.detach(), Format(4, own_dims=(0,)))
     product = Product("linear", Operand(values, form), weight)
-    log = with_table(product, search_product(product, config.search), config.tables)
+    log = with_table(product, config.search.search_product(product), config.tables)
     assert kind in chosen.left
     assert chosen.sqnr == max(uniform.sqnr, log.sqnr)
     assert (log.sqnr > uniform.sqnr) is (kind == "log")
@@ -246,8 +245,8 @@ def test_gelu_has_the_papers_quantizer_unless_both_kinds_are_compared(compares):
 
 def test_a_uniform_quantizer_is_searched_only_if_it_is_closer(monkeypatch):
     """After a GELU of values around zero, a logarithmic quantizer is closer, and one search is enough."""
-    searched = []
-    monkeypatch.setattr(bounds, "search_product", lambda *given: searched.append(given) or search_product(*given))
+    searched, search = [], Search.search_product
+    monkeypatch.setattr(Search, "search_product", lambda *given: searched.append(given) or search(*given))
     model = Toy(lambda m, x: m.fc(F.gelu(2 * x**3)), fc=nn.Linear(32, 4)).eval()
     adalog.quantize(model, IMAGES, CONFIG)
     assert len(searched) == 1

@@ -8,10 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from adalog.baselines import SplitUniformQuantizer, TwinUniformQuantizer
 from adalog.quantizers import (
     LogQuantizer,
-    SplitUniformQuantizer,
-    TwinUniformQuantizer,
     UniformQuantizer,
     bounds_to_uniform,
     log_dequantize,

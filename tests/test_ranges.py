@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from adalog import Config
-from adalog.choices import RangeSearch
+from adalog.baselines import RangeSearch, ranges
+from adalog.config import power_law_format
 from adalog.quantizers import Fold
-from adalog.search import quantiles, ranges
+from adalog.search import quantiles
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
 from problems import assert_close, pick, rounded
@@ -50,8 +51,8 @@ SHARES = [(1.0,), (0.9,), (0.999, 0.99, 0.9)]
 def test_ranges_of_a_linear(shares, bits):
     x, weight = normal(60, 12) * 2 + 0.7, normal(5, 12, seed=1) ** 3
     search = RangeSearch(percentiles=shares)
-    found = ranges.search_product(
-        Product("linear", Operand(x, Format(bits)), Operand(weight, Format(bits, own_dims=(0,)))), search
+    found = search.search_product(
+        Product("linear", Operand(x, Format(bits)), Operand(weight, Format(bits, own_dims=(0,))))
     )
     s, z = range_of(x, bits, shares)
     assert_close(found.left.scale, [s])
@@ -85,8 +86,8 @@ def test_symmetric_weights(bits):
     """FQ-ViT: the largest magnitude is at the end of 2 h codes about zero."""
     x, weight = normal(20, 8), normal(3, 8, seed=1)
     search = RangeSearch(symmetric_weights=True)
-    found = ranges.search_product(
-        Product("linear", Operand(x, Format(bits)), Operand(weight, Format(bits, own_dims=(0,)))), search
+    found = search.search_product(
+        Product("linear", Operand(x, Format(bits)), Operand(weight, Format(bits, own_dims=(0,))))
     )
     h = 2 ** (bits - 1)
     assert_close(found.right.scale, [float(row.abs().max()) / (h - 0.5) for row in weight])
@@ -94,8 +95,8 @@ def test_symmetric_weights(bits):
     s, z = range_of(x, bits, (1.0,))  # the other operand, and attention, are not symmetric
     assert_close(found.left.scale, [s])
     assert_close(found.left.zero_point, [z])
-    attention = ranges.search_product(
-        Product("qk", Operand(x[None], Format(bits)), Operand(weight[None], Format(bits))), search
+    attention = search.search_product(
+        Product("qk", Operand(x[None], Format(bits)), Operand(weight[None], Format(bits)))
     )
     s, z = range_of(weight, bits, (1.0,))
     assert_close(attention.right.scale, [s])
@@ -108,9 +109,9 @@ def test_logarithms_scale_is_the_upper_end():
     value = normal(2, 6, 40, seed=1)
     right = Operand(value, Format(4))
     choices = replace(Config.preset("w4a4", "repq-vit"), beyond="zero")
-    form = Format.power_law("log-sqrt2", 4, choices, 0.0)
+    form = power_law_format("log-sqrt2", 4, choices, 0.0)
     shares = (0.999, 0.99, 0.9)
-    found = ranges.search_product(Product("av", Operand(scores, form), right), RangeSearch(percentiles=shares))
+    found = RangeSearch(percentiles=shares).search_product(Product("av", Operand(scores, form), right))
 
     def loss(s):
         code = rounded(-2 * (scores / s).log2())
@@ -120,7 +121,7 @@ def test_logarithms_scale_is_the_upper_end():
     assert_close(found.left.scale, [pick([percentile(scores, share) for share in shares], loss)])
     assert (found.left.q, found.left.r, found.left.table) == (1, 2, False)
     log2 = replace(form, log2_base=(1, 1))
-    unit = ranges.search_product(Product("av", Operand(scores * 0.7, log2), right), RangeSearch(unit_softmax=True))
+    unit = RangeSearch(unit_softmax=True).search_product(Product("av", Operand(scores * 0.7, log2), right))
     assert float(unit.left.scale) == 1
 
 
@@ -142,7 +143,7 @@ def test_channels_share_the_mean_scale(rounds):
     """RepQ-ViT, Eqs. 6-9: s' and z' are means, r = s / s', beta = s' (z' - z); the channels' codes are kept."""
     x = normal(64, 6) * torch.tensor([1.0, 2, 3, 0.5, 1, 4]) + torch.tensor([0.0, 1, -1, 0, 2, -3])
     search = RangeSearch(percentiles=(0.99, 0.9), share="mean", round_zero_point=rounds)
-    fold, shared = ranges.fold_channels(x, 4, search, x[:2])
+    fold, shared = search.fold_channels(x, 4, x[:2])
     ratio, beta = fold.ratio, fold.beta
     each = [range_of(x[:, channel], 4, search.percentiles) for channel in range(6)]
     s = sum(s for s, _ in each) / 6
@@ -160,7 +161,7 @@ def test_channels_share_the_mean_scale(rounds):
 def test_channels_are_powers_of_two_apart():
     """FQ-ViT's power-of-two factors, each of the least error; the fold is exact."""
     x = normal(64, 5) * torch.tensor([1.0, 0.3, 5.0, 0.01, 2.0])
-    fold, shared = ranges.fold_channels(x, 4, RangeSearch(share="power-of-two"), x[:2])
+    fold, shared = RangeSearch(share="power-of-two").fold_channels(x, 4, x[:2])
     ratio, beta = fold.ratio, fold.beta
     low, high = float(x.min()), float(x.max())
     s = (high - low) / 15 / 8

@@ -20,6 +20,7 @@ from adalog.calibration.partial import Partial
 from adalog.calibration.reconstruct import BlockInTraining, _kept, reconstructed
 from adalog.calibration.training import GroupInTraining, Rounding, _Levels, rectified_sigmoid
 from adalog.calibration.training import rounding_regulariser as regulariser
+from adalog.config import LOSSES
 from adalog.graph.capture import capture
 from adalog.graph.program import Ref
 from adalog.graph.rewrite import rewritten
@@ -149,7 +150,7 @@ def block_of(calibration, assigned, images, number=1, **changes):
     quantized = Blocks(rewritten(calibration.program, assigned), [images], blocks, like=floats)
     names = set(blocks[number].nodes)
     here = [(group, found) for group, found in assigned if group.first.node.name in names]
-    return BlockInTraining(calibration.program, floats, quantized, number, here, choices, seed=0)
+    return BlockInTraining(calibration.program, floats, quantized, number, here, choices, seed=0, losses=LOSSES)
 
 
 @pytest.mark.parametrize("biases", [False, True])

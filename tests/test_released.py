@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from adalog.choices import ReleasedSearch
-from adalog.config import Config
-from adalog.quantizers import FLOAT_BITS, Fold, LogQuantizer, TwinUniformQuantizer
-from adalog.search import released
+from adalog.baselines import ReleasedSearch, TwinUniformQuantizer, released
+from adalog.config import Config, power_law_format
+from adalog.quantizers import FLOAT_BITS, Fold, LogQuantizer
 from adalog.search.objective import ProductError
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
-from adalog.search.released import fold_channels, search_product
 from released_oracle import (
     ACTIVATIONS,
     CONVS,
@@ -56,7 +54,7 @@ def linear(bits):
 
 
 def after_gelu(bits, kind="adalog"):
-    form = Format.power_law(kind, bits, Config.preset("w4a4", "adalog-released"), DELTA)
+    form = power_law_format(kind, bits, Config.preset("w4a4", "adalog-released"), DELTA)
     return Operand(gelu(normal(40, 6, seed=3) * 2), form), Operand(normal(3, 6, seed=4), Format(bits, own_dims=(0,)))
 
 
@@ -67,7 +65,7 @@ def queries(bits):
 
 
 def after_softmax(bits, kind="adalog"):
-    form = Format.power_law(kind, bits, Config.preset("w4a4", "adalog-released"), 0.0)
+    form = power_law_format(kind, bits, Config.preset("w4a4", "adalog-released"), 0.0)
     a = (normal(3, 2, 5, 5, seed=7) * 2).softmax(-1)
     return Operand(a, form), Operand(normal(3, 2, 4, 5, seed=8), Format(bits, own_dims=(1,)))
 
@@ -80,7 +78,7 @@ def assert_points(quantizer, points):
 def channels_of(values, bits, search):
     """(scale, zero_point) of the channels' own quantizers, each (C,), which a fold shares."""
     with mock.patch.object(Fold, "sharing", wraps=Fold.sharing) as sharing:
-        fold, quantizer = fold_channels(values, bits, search, values[:2])
+        fold, quantizer = search.fold_channels(values, bits, values[:2])
     assert quantizer is None
     ((scale, zero_point), _) = sharing.call_args
     expected = Fold.sharing(scale, zero_point)
@@ -117,7 +115,7 @@ def assert_candidates(points, wanted):
 @pytest.mark.parametrize("bits", WEIGHTS)
 def test_grids_of_a_linear(scored, bits):
     left, right = linear(bits)
-    search_product(Product("linear", left, right), replace(GRID_ALONE, rounds=1))
+    replace(GRID_ALONE, rounds=1).search_product(Product("linear", left, right))
     assert len(scored) == 2  # weights first
     assert_candidates(scored[0], [grid(row, bits, WEIGHTS[bits])[0] for row in right.values])
     assert_candidates(scored[1], [grid(left.values, bits, ACTIVATIONS[bits], 1e-4)[0]])
@@ -126,7 +124,7 @@ def test_grids_of_a_linear(scored, bits):
 @pytest.mark.parametrize("bits", MATMULS)
 def test_grids_of_a_product_of_activations(scored, bits):
     left, right = queries(bits)
-    search_product(Product("qk", left, right), replace(GRID_ALONE, rounds=1))
+    replace(GRID_ALONE, rounds=1).search_product(Product("qk", left, right))
     assert len(scored) == 2  # left first
     for points, operand in zip(scored, (left, right), strict=True):
         heads = operand.values.unbind(1)
@@ -137,7 +135,7 @@ def test_grids_of_a_product_of_activations(scored, bits):
 def test_a_convolution_takes_a_float_image_and_searches_once(scored, bits):
     left, right = linear(bits)
     left = replace(left, format=Format(FLOAT_BITS))
-    found = search_product(Product("conv", left, right), replace(SHORT, rounds=3))
+    found = replace(SHORT, rounds=3).search_product(Product("conv", left, right))
     assert found.left is None
     assert len(scored) == SHORT.steps
     assert_candidates(scored[0], [grid(row, bits, CONVS[bits])[0] for row in right.values])
@@ -145,23 +143,23 @@ def test_a_convolution_takes_a_float_image_and_searches_once(scored, bits):
 
 
 def test_bases_are_10_to_137(scored):
-    search_product(Product("linear", *after_gelu(4)), replace(SHORT, rounds=1))
+    replace(SHORT, rounds=1).search_product(Product("linear", *after_gelu(4)))
     assert scored[0][:, 1].tolist() == list(range(10, 138))
     assert len(scored[0][:, 0].unique()) == 1
 
 
 def test_scales_of_activations_have_a_floor():
     left, right = linear(4)
-    found = search_product(Product("linear", replace(left, values=left.values * 1e-6), right), SHORT)
+    found = SHORT.search_product(Product("linear", replace(left, values=left.values * 1e-6), right))
     assert float(found.left.scale) == pytest.approx(1e-4, rel=1e-6)
-    small = search_product(Product("linear", left, replace(right, values=right.values * 1e-6)), SHORT)
+    small = SHORT.search_product(Product("linear", left, replace(right, values=right.values * 1e-6)))
     assert float(small.right.scale.max()) < 1e-5
 
 
 def test_quantiles_of_long_tensors_are_those_of_their_pieces(scored, monkeypatch):
     monkeypatch.setattr(released, "QUANTILE_LIMIT", 60)  # of 240 values: four pieces
     left, right = linear(4)
-    search_product(Product("linear", left, right), replace(GRID_ALONE, rounds=1))
+    replace(GRID_ALONE, rounds=1).search_product(Product("linear", left, right))
     pieces = left.values.flatten().split(60)
     q = [sum(quantile(piece, p) for piece in pieces) / 4 for p in (0, 0.1, 0.9, 1)]
     scales = scored[1][:, 0].double()
@@ -179,7 +177,7 @@ def test_fpcs_refines_scales_alone_and_loses_its_parents(scored):
     left, right = linear(4)
     left = replace(left, format=Format(FLOAT_BITS))
     row, x = right.values[:1], left.values
-    found = search_product(Product("linear", left, replace(right, values=row)), SEARCH)
+    found = SEARCH.search_product(Product("linear", left, replace(right, values=row)))
 
     def loss(point):
         return square(x @ uniform(row[0], point, 4) - x @ row[0])
@@ -206,7 +204,7 @@ def test_fpcs_refines_scales_alone_and_loses_its_parents(scored):
 @pytest.mark.parametrize("bits", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_linear(bits, search):
     left, right = linear(bits)
-    found = search_product(Product("linear", left, right), search)
+    found = search.search_product(Product("linear", left, right))
     point, rows = linear_oracle(left.values, right.values, bits, search)
     assert_points(found.left, [point])
     assert_points(found.right, rows)
@@ -216,7 +214,7 @@ def test_linear(bits, search):
 @pytest.mark.parametrize("bits", [3, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (4, 6))])
 def test_linear_in_full(bits):
     left, right = linear(bits)
-    found = search_product(Product("linear", left, right), SEARCH)
+    found = SEARCH.search_product(Product("linear", left, right))
     point, rows = linear_oracle(left.values, right.values, bits, SEARCH)
     assert_points(found.left, [point])
     assert_points(found.right, rows)
@@ -225,7 +223,7 @@ def test_linear_in_full(bits):
 def test_the_last_round_stands_even_if_an_earlier_one_was_better():
     left, right = linear(4)
     right = replace(right, values=normal(3, 6, seed=57))
-    second, third = (search_product(Product("linear", left, right), replace(SHORT, rounds=rounds)) for rounds in (2, 3))
+    second, third = (replace(SHORT, rounds=rounds).search_product(Product("linear", left, right)) for rounds in (2, 3))
     assert third.sqnr < second.sqnr
     point, rows = linear_oracle(left.values, right.values, 4, replace(SHORT, rounds=3))
     assert_points(third.left, [point])
@@ -236,7 +234,7 @@ def test_a_weights_row_of_zeros_stays_zero():
     left, right = linear(4)
     values = right.values.clone()
     values[1] = 0
-    found = search_product(Product("linear", left, replace(right, values=values)), SHORT)
+    found = SHORT.search_product(Product("linear", left, replace(right, values=values)))
     hat = found.right.fake_quantize(values)
     assert bool((found.right.scale > 0).all())
     assert not hat[1].any()
@@ -256,17 +254,17 @@ def test_rough_losses_of_large_operands_end_at_no_worse_points(monkeypatch, kind
     left = Operand(noise(1024, 128), Format(bits))
     right = Operand(noise(48, 128), Format(bits, own_dims=(0,)))
     if kind in ("adalog", "log-sqrt2"):
-        form = Format.power_law(kind, bits, Config.preset("w4a4", "adalog-released"), DELTA)
+        form = power_law_format(kind, bits, Config.preset("w4a4", "adalog-released"), DELTA)
         left = Operand(gelu(left.values), form)
     elif kind in ("qk", "av"):
         left, right = (Operand(noise(8, 2, 96, 96), Format(bits, own_dims=(1,))) for _ in range(2))
         if kind == "av":
-            form = Format.power_law("adalog", bits, Config.preset("w4a4", "adalog-released"), 0.0)
+            form = power_law_format("adalog", bits, Config.preset("w4a4", "adalog-released"), 0.0)
             left = Operand(left.values.softmax(-1), form)
     role = "linear" if left.values.ndim == 2 else kind
-    rough = search_product(Product(role, left, right), SHORT)
+    rough = SHORT.search_product(Product(role, left, right))
     monkeypatch.setattr(released, "_MANY", math.inf)
-    exact = search_product(Product(role, left, right), SHORT)
+    exact = SHORT.search_product(Product(role, left, right))
     assert rough.sqnr == pytest.approx(exact.sqnr, abs=0.005)  # 0.1 % of the error
 
 
@@ -293,7 +291,7 @@ def test_channels():
 @searches
 def test_queries_and_keys(scored, search):
     left, right = queries(4)
-    found = search_product(Product("qk", left, right), search)
+    found = search.search_product(Product("qk", left, right))
     q, k = left.values, right.values
     first, second = start_of_heads(q, 4), start_of_heads(k, 4)
     for _ in range(search.rounds):
@@ -308,7 +306,7 @@ def test_queries_and_keys(scored, search):
 @searches
 def test_attention_and_values(search):
     left, right = after_softmax(4)
-    found = search_product(Product("av", left, right), search)
+    found = search.search_product(Product("av", left, right))
     a, v = left.values, right.values
     second = start_of_heads(v, 4)
     for _ in range(search.rounds):
@@ -325,7 +323,7 @@ def test_attention_and_values(search):
 @pytest.mark.parametrize(("kind", "base"), [("log2", (1, 1)), ("log-sqrt2", (1, 2))])
 def test_fixed_bases_after_softmax_have_scale_one(kind, base):
     left, right = after_softmax(4, kind)
-    found = search_product(Product("av", left, right), SHORT)
+    found = SHORT.search_product(Product("av", left, right))
     assert (found.left.q, found.left.r) == base
     assert (float(found.left.scale), found.left.table) == (1.0, False)
     last, power = 15, base[0] / base[1]
@@ -343,7 +341,7 @@ def test_fixed_bases_after_softmax_have_scale_one(kind, base):
 @pytest.mark.parametrize("bits", [3, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (4, 6))])
 def test_fc2(bits, search):
     left, right = after_gelu(bits)
-    found = search_product(Product("linear", left, right), search)
+    found = search.search_product(Product("linear", left, right))
     (s, q), rows = fc2_oracle(left.values, right.values, bits, search)
     assert found.left.q == q
     assert float(found.left.scale) == pytest.approx(s, rel=1e-5)
@@ -353,7 +351,7 @@ def test_fc2(bits, search):
 
 
 def test_fc2_keeps_8_bases_then_32_pairs(scored):
-    search_product(Product("linear", *after_gelu(4)), replace(SEARCH, rounds=1))
+    replace(SEARCH, rounds=1).search_product(Product("linear", *after_gelu(4)))
     bases = scored[1][:, 1].reshape(8, 16)
     assert torch.equal(bases, bases[:, :1].expand(-1, 16))
     assert len(bases[:, 0].unique()) == 8
@@ -372,9 +370,9 @@ def test_fc2_keeps_8_bases_then_32_pairs(scored):
     ("kind", "base"), [("log2", (1, 1)), pytest.param("log-sqrt2", (1, 2), marks=pytest.mark.slow)]
 )
 def test_fixed_bases_after_gelu_copy_the_scale_of_adalog(kind, base):
-    best = search_product(Product("linear", *after_gelu(4)), SHORT)
+    best = SHORT.search_product(Product("linear", *after_gelu(4)))
     left, right = after_gelu(4, kind)
-    found = search_product(Product("linear", left, right), SHORT)
+    found = SHORT.search_product(Product("linear", left, right))
     assert (found.left.q, found.left.r, found.left.table) == (*base, False)
     assert torch.equal(found.left.scale, best.left.scale)
     assert torch.equal(found.right.scale, best.right.scale)
@@ -386,7 +384,7 @@ def test_fixed_bases_after_gelu_copy_the_scale_of_adalog(kind, base):
 def test_twin(scored, search):
     bits = 4
     left, right = after_gelu(bits, "twin")
-    found = search_product(Product("linear", left, right), search)
+    found = search.search_product(Product("linear", left, right))
     x, weight, h = left.values, right.values, 2 ** (bits - 1)
     rows = weights_by_own_error(weight, bits, search)
     powers = [DELTA / h * 2.0**i for i in range(-5, 24)]
@@ -403,7 +401,7 @@ def test_twin(scored, search):
 
 def test_uniform_after_gelu_is_a_plain_linear():
     left, right = after_gelu(4, "uniform")
-    found = search_product(Product("linear", left, right), SHORT)
+    found = SHORT.search_product(Product("linear", left, right))
     point, rows = linear_oracle(left.values, right.values, 4, SHORT)
     assert_points(found.left, [point])
     assert_points(found.right, rows)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import adalog
 from adalog import ArtifactError, Calibration, Config, ProgramError, QuantizedModel, Search, library
-from adalog.choices import ReleasedSearch, ScaleSearch
+from adalog.baselines import ReleasedSearch, ScaleSearch
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, Program, Ref
 from adalog.quantized import QuantizedProgram

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from adalog.choices import RangeSearch, ScaleSearch
-from adalog.quantizers import FLOAT_BITS, SplitUniformQuantizer, TwinUniformQuantizer
-from adalog.search import ranges, scales
+from adalog.baselines import RangeSearch, ScaleSearch, SplitUniformQuantizer, TwinUniformQuantizer, scales
+from adalog.quantizers import FLOAT_BITS
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
 from problems import assert_close, pick, rounded
@@ -54,7 +53,7 @@ def test_scales_of_a_linear(metric, labels):
     groups = labels or [0, 1, 2, 3]
     operands = Operand(x, Format(bits)), Operand(weight, Format(bits, own_dims=(0,)))
     by_gradient = weights if metric == "hessian" else None
-    found = scales.search_product(Product("linear", *operands, weights=by_gradient, row_splits=splits), search)
+    found = search.search_product(Product("linear", *operands, weights=by_gradient, row_splits=splits))
 
     output = x @ weight.T
     s = start(x, bits)
@@ -96,12 +95,12 @@ def test_rounds_end_once_an_operand_stays_as_it_is(role, monkeypatch):
     monkeypatch.setattr(scales._Scaled, "search", counted)
     operands = Operand(normal(40, 12) * 2, Format(3)), Operand(normal(6, 12, seed=1), Format(3, own_dims=()))
     choices = ScaleSearch(metric="squared", candidates=12, rounds=100)
-    found = scales.search_product(Product(role, *operands), choices)
+    found = choices.search_product(Product(role, *operands))
     assert 2 < len(beside) < 12
     for (one, factor), (other, same) in combinations(beside, 2):
         assert one is not other or not torch.equal(factor, same)
     needed = replace(choices, rounds=-(-len(beside) // 2))
-    shorter = scales.search_product(Product(role, *operands), needed)
+    shorter = needed.search_product(Product(role, *operands))
     assert torch.equal(shorter.left.scale, found.left.scale)
     assert torch.equal(shorter.right.scale, found.right.scale)
 
@@ -112,7 +111,7 @@ def test_scales_of_queries_and_keys_by_head(metric):
     weights = normal(2, 3, 7, 7, seed=2).square()
     search = ScaleSearch(metric=metric, **FEW)
     form = Format(bits, own_dims=(1,))
-    found = scales.search_product(Product("qk", Operand(q, form), Operand(k, form), weights=weights), search)
+    found = search.search_product(Product("qk", Operand(q, form), Operand(k, form), weights=weights))
     for head in range(3):
         a, b, output = q[:, head], k[:, head], q[:, head] @ k[:, head].mT
         first, second = start(a, bits), start(b, bits)
@@ -146,7 +145,7 @@ def test_the_split_after_softmax(bits, released):
     weights = normal(2, 2, 9, 4, seed=2).square()
     search = ScaleSearch(released=released, **FEW)
     operands = Operand(scores, Format(bits, unit="split")), Operand(value, Format(bits))
-    found = scales.search_product(Product("av", *operands, weights=weights), search)
+    found = search.search_product(Product("av", *operands, weights=weights))
     first = start(value, bits)
     output, t = scores @ value.mT, first
     sigmas = [2.0**-i for i in range(20)]
@@ -176,7 +175,7 @@ def test_twin_scales_after_gelu():
         Operand(weight, Format(bits, own_dims=(0,))),
     )
     product = Product("linear", *operands, row_splits=torch.zeros(3, dtype=torch.int64))
-    found = scales.search_product(product, search)
+    found = search.search_product(product)
     h = 2 ** (bits - 1)
 
     def twin(s):
@@ -203,7 +202,7 @@ def test_the_largest_weights_of_attention_are_kept():
     """APQ-ViT: all 2^b codes from zero to the maximum, whatever the output's error."""
     scores, value = (normal(2, 9, 9) * 4).softmax(-1), normal(2, 4, 9, seed=1)
     operands = Operand(scores, Format(3, unit="max-kept")), Operand(value, Format(3))
-    found = scales.search_product(Product("av", *operands), ScaleSearch(metric="squared", **FEW))
+    found = ScaleSearch(metric="squared", **FEW).search_product(Product("av", *operands))
     assert_close(found.left.scale, [float(scores.max()) / 7])
     assert float(found.left.zero_point) == 0
     assert float(found.left.fake_quantize(scores).max()) == pytest.approx(float(scores.max()))
@@ -212,10 +211,9 @@ def test_the_largest_weights_of_attention_are_kept():
 @pytest.mark.parametrize("search", [RangeSearch(), ScaleSearch(metric="squared", **FEW)])
 def test_float_operands_stay(search):
     x, weight = normal(20, 4), normal(3, 4, seed=1)
-    find = (ranges if isinstance(search, RangeSearch) else scales).search_product
     for bits in ((FLOAT_BITS, 4), (4, FLOAT_BITS), (FLOAT_BITS, FLOAT_BITS)):
         left, right = Operand(x, Format(bits[0])), Operand(weight, Format(bits[1], own_dims=(0,)))
-        found = find(Product("linear", left, right), search)
+        found = search.search_product(Product("linear", left, right))
         assert [side is None for side in (found.left, found.right)] == [width == FLOAT_BITS for width in bits]
     assert found.sqnr == math.inf
 
@@ -232,10 +230,7 @@ def test_samples_leave_the_best_candidates(metric):
     ):
         weights = normal(*size, seed=2).square().float() if metric == "hessian" else None
         product = Product(role, left, right, weights=weights)
-        both = [
-            scales.search_product(product, ScaleSearch(metric=metric, rounds=1, rough_stride=stride))
-            for stride in (1, 5)
-        ]
+        both = [ScaleSearch(metric=metric, rounds=1, rough_stride=stride).search_product(product) for stride in (1, 5)]
         assert both[1].sqnr == pytest.approx(both[0].sqnr, abs=0.2)  # [dB]; the cosine is not of the error alone
         torch.testing.assert_close(both[1].left.scale, both[0].left.scale, rtol=0.1, atol=0)
 
@@ -243,8 +238,8 @@ def test_samples_leave_the_best_candidates(metric):
 def test_a_zero_operand_keeps_finite_scales():
     zero = torch.zeros(6, 4)
     product = Product("linear", Operand(zero, Format(4)), Operand(zero[:3], Format(4, own_dims=(0,))))
-    for module, search in ((ranges, RangeSearch()), (scales, ScaleSearch(metric="cosine", **FEW))):
-        found = module.search_product(product, search)
+    for search in (RangeSearch(), ScaleSearch(metric="cosine", **FEW)):
+        found = search.search_product(product)
         for side in (found.left, found.right):
             assert bool((side.scale > 0).all())
             assert not side.fake_quantize(zero[:3]).any()
@@ -266,7 +261,7 @@ def equal_rows(size, dtype=torch.float64):
 
 def found_scales(x, weight, search, row_splits=None):
     operands = Operand(x, Format(TIE_BITS)), Operand(weight, Format(TIE_BITS, own_dims=(0,)))
-    return scales.search_product(Product("linear", *operands, row_splits=row_splits), search).right.scale.flatten()
+    return search.search_product(Product("linear", *operands, row_splits=row_splits)).right.scale.flatten()
 
 
 def symmetric3(x, s):

@@ -21,7 +21,8 @@ import torch
 from PIL import Image
 
 from adalog import METHODS, Calibration, Config, DataError, Search
-from adalog.choices import Correction, RangeSearch, Reconstruction, ReleasedSearch
+from adalog.baselines import RangeSearch, ReleasedSearch
+from adalog.choices import Correction, Reconstruction
 from adalog.cli.targets import load_model
 from adalog.inputs.images import Preprocessing
 from adalog.inputs.zoo import LoadedModel

@@ -4,16 +4,11 @@ import numpy as np
 import torch
 
 from adalog import Config, QuantizedModel, library
+from adalog.baselines import TwinUniformQuantizer
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, Program, Ref
 from adalog.quantized import QuantizedProgram
-from adalog.quantizers import (
-    LogQuantizer,
-    QuantizedTensor,
-    TwinUniformQuantizer,
-    UniformQuantizer,
-    most_headroom,
-)
+from adalog.quantizers import LogQuantizer, QuantizedTensor, UniformQuantizer, most_headroom
 from adalog.runtime import EXECUTORS as ALL
 
 LOGS = {"log2": (1, 1, False), "log-sqrt2": (1, 2, False), "adalog": (0, 37, True)}

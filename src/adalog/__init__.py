@@ -10,35 +10,30 @@ from adalog.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from adalog._quantize import quantize
+    from adalog.baselines import BlockRefinement, Evolution, RangeSearch, ReleasedSearch, ScaleSearch
     from adalog.calibration.calibration import Calibration
-    from adalog.choices import (
-        BlockRefinement,
-        Correction,
-        Evolution,
-        RangeSearch,
-        Reconstruction,
-        ReleasedSearch,
-        ScaleSearch,
-        Search,
-    )
+    from adalog.choices import Correction, Reconstruction
     from adalog.config import Config
     from adalog.errors import AdalogError, ArtifactError, CalibrationError, CaptureError, DataError, ProgramError
     from adalog.inputs import demo
     from adalog.inputs.images import Preprocessing
     from adalog.methods import METHODS
     from adalog.model import QuantizedModel, load
+    from adalog.search.bounds import Search
 
 # The exported names of each module.
 _NAMES = {
     "_quantize": "quantize",
+    "baselines": "BlockRefinement Evolution RangeSearch ReleasedSearch ScaleSearch",
     "calibration.calibration": "Calibration",
-    "choices": "BlockRefinement Correction Evolution RangeSearch Reconstruction ReleasedSearch ScaleSearch Search",
+    "choices": "Correction Reconstruction",
     "config": "Config",
     "errors": "AdalogError ArtifactError CalibrationError CaptureError DataError ProgramError",
     "inputs": "demo",
     "inputs.images": "Preprocessing",
     "methods": "METHODS",
     "model": "QuantizedModel load",
+    "search.bounds": "Search",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 

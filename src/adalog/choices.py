@@ -1,20 +1,13 @@
-"""Define the choices of a search and of the stages after it, as frozen dataclasses.
-
-They are not in `config`, because `methods` needs them and `config` imports `methods`.
-"""
+"""Define the choices of the stages after the search as frozen dataclasses, and check choices of all kinds."""
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from adalog.quantizers import FLOAT_BITS, MAX_BITS, MIN_BITS
 
-PowerLaw = Literal["uniform", "twin", "log2", "log-sqrt2", "adalog"]
-PostSoftmax = Literal["uniform", "twin", "log2", "log-sqrt2", "adalog", "split", "max-kept"]
-Weights = Literal["uniform", "symmetric"]
-Sharing = Literal["none", "mean", "power-of-two"]
-Metric = Literal["squared", "cosine", "hessian"]
 Tables = Literal["calibrated", "u8", "u16", "float"]
 Strategy = Literal["fpcs", "alternating", "brute-force"]
 WeightRounding = Literal["latent", "adaround"]
@@ -72,245 +65,6 @@ def check_bits(name: str, bits: object) -> None:
 
 
 @dataclass(frozen=True)
-class Search:
-    """The search of AdaLog: Fast Progressive Combining Search (FPCS, Algorithm 1) and the rounds around it.
-
-    "Sec." and "Algorithm" refer to the AdaLog paper (Wu et al., ECCV 2024).
-
-    Args:
-        strategy: How the two hyperparameters of a quantizer are searched: "fpcs" (Algorithm 1), "alternating" (one
-            after the other), or "brute-force" (the whole grid).
-        init: Sizes of the grid of the first step. Default from Sec. 4.1: n = 16 x 8 = 128 points.
-        parents: Number of points that a step refines, each by 8 neighbours. Default from Sec. 4.1: 16 parents give n
-            evaluations per step.
-        steps: Number of steps after the first grid, p in the paper. Default from Sec. 4.1; the released code uses 6.
-        rounds: Number of times that each operand is searched. Chosen by measurement: docs/benchmarks. The released code
-            uses 3.
-        rough_rows: A step scores candidates on a sample of at least this many tokens, and the best candidates on eight
-            times as many. 0 always uses all tokens. Chosen by measurement: docs/benchmarks.
-        refit: Give each row of a weight the scale that fits its codes best, once the codes are found.
-            Chosen by measurement: docs/benchmarks.
-        reach: The lower bound lies between the percentiles 0 and `reach`, the upper one between 1 - `reach` and 1.
-            Chosen by measurement: docs/benchmarks. The paper uses 0.1.
-        fold_ranges: How to find the ranges of the channels of a folded norm. "own": each channel has its own range, by
-            its own error (RepQ-ViT's reparameterization, Sec. 4.1). "deviations": all channels have the same range
-            in standard deviations around their mean. "best": for each norm, the kind with the smaller error of the
-            linears' outputs on images that did not choose the ranges.
-        importance: Rows (tokens) count by their squared gradient to this power, so that errors count where the model's
-            output depends on them. 0 counts all rows alike, as in the paper. Chosen by measurement: docs/benchmarks.
-        compare_uniform: After GELU, search a uniform quantizer too if one is closer to the values than the logarithmic
-            quantizer that was found, and keep the one with the smaller error of the output. If False, activations after
-            GELU get the quantizer `post_gelu`, as in the paper, unless a grouped convolution follows.
-
-    Raises:
-        ValueError: If a field has an invalid value.
-
-    Examples:
-        >>> config = adalog.Config(search=adalog.Search(steps=2))  # a shorter search
-    """
-
-    strategy: Strategy = "fpcs"
-    init: tuple[int, int] = (16, 8)
-    parents: int = 16
-    steps: int = 4
-    rounds: int = 1
-    rough_rows: int = 256
-    refit: bool = True
-    reach: float = 0.4
-    fold_ranges: FoldRanges = "best"
-    importance: float = 0.5
-    compare_uniform: bool = True
-
-    def __post_init__(self) -> None:
-        check_choice("strategy", self.strategy, Strategy)
-        check_choice("fold_ranges", self.fold_ranges, FoldRanges)
-        for name, least in (("parents", 1), ("steps", 0), ("rounds", 1), ("rough_rows", 0)):
-            check_whole(name, getattr(self, name), least)
-        for name in ("refit", "compare_uniform"):
-            check_flag(name, getattr(self, name))
-        check_share("importance", self.importance)
-        if not isinstance(self.reach, (int, float)) or not 0 < self.reach <= 0.5:
-            raise ValueError(f"reach = {self.reach} is not a number above 0 and at most 0.5")
-        if not isinstance(self.init, tuple) or len(self.init) != 2:
-            raise ValueError(f"init = {self.init!r} is not a pair of sizes")
-        for size in self.init:
-            check_whole("init", size, 1)
-        if math.prod(self.init) != 8 * self.parents:
-            raise ValueError(f"init = {self.init} is not a grid of 8 * parents points, with parents = {self.parents}")
-
-
-@dataclass(frozen=True)
-class ReleasedSearch:
-    """The search of the authors' released code, including its deviations from the paper (`adalog.search.released`).
-
-    Args:
-        progressive: Refine the best scales of the first grid, which is FPCS in the released code. If False, the first
-            grid alone decides.
-        steps: Number of steps, including the first grid. Default from the released code; the paper has p = 4 steps.
-        rounds: Number of times that each operand is searched. Default from the released code.
-
-    Raises:
-        ValueError: If a field has an invalid value.
-    """
-
-    progressive: bool = True
-    steps: int = 6
-    rounds: int = 3
-
-    def __post_init__(self) -> None:
-        check_flag("progressive", self.progressive)
-        for name in ("steps", "rounds"):
-            check_whole(name, getattr(self, name), 1)
-
-
-@dataclass(frozen=True)
-class RangeSearch:
-    """A search that finds each quantizer from the operand's own values, without the output (`adalog.search.ranges`).
-
-    MinMax, percentiles, FQ-ViT and RepQ-ViT use it. The defaults are those of MinMax.
-
-    Args:
-        percentiles: Candidate upper percentiles p; the lower end is 1 - p. The p with the smallest error of the operand
-            itself is used.
-        symmetric_weights: Quantize weights with ranges that reach as far below zero as above.
-        unit_softmax: Give logarithmic quantizers after softmax the scale 1.
-        share: How the channels of a folded norm get one scale: "none" (norms are not folded), "mean" (RepQ-ViT: the
-            mean over channels), or "power-of-two" (FQ-ViT: one scale, multiplied by a power of two per channel).
-        powers: Largest exponent for `share` = "power-of-two" (K in FQ-ViT, whose value is the default).
-        round_zero_point: Round the shared zero point to a whole number. In the released RepQ-ViT it is not rounded; an
-            artifact cannot store such a model.
-        in_order: Observe each operand with everything before its site quantized, as the released RepQ-ViT does.
-
-    Raises:
-        ValueError: If a field has an invalid value.
-    """
-
-    percentiles: tuple[float, ...] = (1.0,)
-    symmetric_weights: bool = False
-    unit_softmax: bool = False
-    share: Sharing = "none"
-    powers: int = 3
-    round_zero_point: bool = True
-    in_order: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.percentiles, tuple) or not self.percentiles:
-            raise ValueError(f"percentiles = {self.percentiles!r} is not a tuple of numbers")
-        for share in self.percentiles:
-            check_number("percentiles", share, 0.5, 1.0)
-        for name in ("symmetric_weights", "unit_softmax", "round_zero_point", "in_order"):
-            check_flag(name, getattr(self, name))
-        check_choice("share", self.share, Sharing)
-        check_whole("powers", self.powers, 0)
-
-
-@dataclass(frozen=True)
-class ScaleSearch:
-    """A search that finds symmetric scales, operand by operand, by the output's error (`adalog.search.scales`).
-
-    EasyQuant, PTQ4ViT and APQ-ViT use it. The defaults are those of PTQ4ViT, unless stated otherwise.
-
-    Args:
-        metric: The error: "squared", "cosine" (1 minus the cosine of the angle between the outputs), or "hessian" (the
-            squared error, weighted by the diagonal of the loss's Hessian).
-        span: Interval of the candidates, as multiples of the scale that covers all values. The upper end is excluded.
-        candidates: Number of candidates, spaced evenly over `span`.
-        rounds: Number of times that each operand is searched.
-        row_scales: Give each row of a linear its own scale. If False, each split (queries, keys, values) has one.
-        probes: Number of random gradients from which the Hessian's diagonal is estimated. Chosen by adalog.
-        released: Follow PTQ4ViT's code where it differs from the paper: one probe of rounding noise, a split after
-            softmax that is found with V not quantized, and both halves of its values added up.
-        rough_stride: Score all candidates on every n-th row or image first, and the best 16 on all. Chosen by adalog.
-
-    Raises:
-        ValueError: If a field has an invalid value.
-    """
-
-    metric: Metric = "hessian"
-    span: tuple[float, float] = (0.01, 1.2)
-    candidates: int = 100
-    rounds: int = 3
-    row_scales: bool = False
-    probes: int = 8
-    released: bool = False
-    rough_stride: int = 5
-
-    def __post_init__(self) -> None:
-        check_choice("metric", self.metric, Metric)
-        check_span("span", self.span)
-        for name in ("candidates", "rounds", "probes", "rough_stride"):
-            check_whole(name, getattr(self, name), 1)
-        for name in ("row_scales", "released"):
-            check_flag(name, getattr(self, name))
-
-
-@dataclass(frozen=True)
-class BlockRefinement:
-    """A stage that searches the scales of a block's sites again, by the error of the block's output (APQ-ViT).
-
-    `adalog.calibration.blockwise` implements it. The defaults are adalog's own, because the text of the APQ-ViT paper
-    was not available.
-
-    Args:
-        candidates: Number of multiples of a scale to try, spaced evenly over `span`.
-        span: Smallest and largest multiple.
-        eliminated: Fraction of the output's weighted errors to ignore, the smallest ones first.
-        rounds: Number of times that each scale is searched.
-        probes: Number of random gradients, as in `ScaleSearch`.
-
-    Raises:
-        ValueError: If a field has an invalid value.
-    """
-
-    candidates: int = 16
-    span: tuple[float, float] = (0.6, 1.4)
-    eliminated: float = 0.5
-    rounds: int = 1
-    probes: int = 8
-
-    def __post_init__(self) -> None:
-        check_span("span", self.span)
-        for name in ("candidates", "rounds", "probes"):
-            check_whole(name, getattr(self, name), 1)
-        if not isinstance(self.eliminated, (int, float)) or not 0 <= self.eliminated < 1:
-            raise ValueError(f"eliminated = {self.eliminated!r} is not a number of at least 0 and below 1")
-
-
-@dataclass(frozen=True)
-class Evolution:
-    """A stage that perturbs the scales of weights block by block, by the InfoNCE loss of the model's output (Evol-Q).
-
-    `adalog.calibration.evolution` implements it. The defaults are those of Evol-Q. Evol-Q's code also chooses the block
-    and pass with the best top-1 on its test images; adalog does not use labels.
-
-    Args:
-        passes: Number of times that all blocks are visited.
-        cycles: Number of mutants of a block per visit.
-        population: Number of sets of scales that survive.
-        samples: Number of survivors that are sampled for each mutant. The best of them is its parent.
-        temperature: Temperature of the InfoNCE loss.
-        radius: Largest difference between a mutant's scales and its parent's. None: 1e-4 at 8 bits, and 1e-3 below.
-
-    Raises:
-        ValueError: If a field has an invalid value.
-    """
-
-    passes: int = 10
-    cycles: int = 3
-    population: int = 15
-    samples: int = 10
-    temperature: float = 3.0
-    radius: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("passes", "cycles", "population", "samples"):
-            check_whole(name, getattr(self, name), 1)
-        check_number("temperature", self.temperature, 0)
-        if self.radius is not None:
-            check_number("radius", self.radius, 0)
-
-
-@dataclass(frozen=True)
 class Correction:
     """A stage that fits weights and biases to the outputs of the float network, in closed form.
 
@@ -340,6 +94,7 @@ class Correction:
         >>> config = adalog.Config(stages=(adalog.Correction(images=64),))
     """
 
+    kind: ClassVar[str] = "correction"
     images: int | None = None
     ridge: bool = True
     compensate: bool = True
@@ -394,6 +149,7 @@ class Reconstruction:
         >>> config = adalog.Config(stages=(adalog.Correction(images=1024), adalog.Reconstruction()))
     """
 
+    kind: ClassVar[str] = "reconstruction"
     images: int = 1024
     iterations: int = 400
     batch: int = 8
@@ -421,58 +177,28 @@ class Reconstruction:
             raise ValueError(f"drop = {self.drop!r} is not a number of at least 0 and below 1")
 
 
-AnySearch = Search | ReleasedSearch | RangeSearch | ScaleSearch
 Fitting = Correction | Reconstruction  # the stages that fit unlabelled images
-Stage = BlockRefinement | Evolution | Correction | Reconstruction
-
-# Classes by the value of "kind" in JSON.
-SEARCH_KINDS: dict[str, Any] = {
-    "bounds": Search,
-    "released": ReleasedSearch,
-    "ranges": RangeSearch,
-    "scales": ScaleSearch,
-}
-STAGE_KINDS: dict[str, Any] = {
-    "blocks": BlockRefinement,
-    "evolution": Evolution,
-    "correction": Correction,
-    "reconstruction": Reconstruction,
-}
 
 
-def check_stages(stages: object) -> None:
-    """Raise ValueError unless the value is a tuple of stages in an order that is possible."""
-    if not isinstance(stages, tuple) or not all(isinstance(stage, Stage) for stage in stages):
-        raise ValueError(f"stages = {stages!r} is not a tuple of stages, as in (Correction(),)")
-    fitting = [stage for stage in stages if isinstance(stage, Fitting)]
-    order = ["correction" if isinstance(stage, Correction) else stage.scope for stage in fitting]
-    in_order = order == [kind for kind in ("correction", "block", "model") if kind in order]
-    if not in_order or fitting != list(stages[len(stages) - len(fitting) :]):
-        raise ValueError(
-            "stages that fit images come last, because the other stages evaluate changes on exact inputs: at most one "
-            "Correction, then one Reconstruction of blocks, then one of the model"
-        )
-
-
-def kind_to_json(choices: Any, kinds: dict[str, Any]) -> dict[str, Any]:
+def kind_to_json(choices: Any) -> dict[str, Any]:
     """Return the fields of a search or stage, and the name of its kind, as JSON."""
-    kind = next(name for name, kind in kinds.items() if type(choices) is kind)
-    return {"kind": kind, **dataclasses.asdict(choices)}
+    return {"kind": choices.kind, **dataclasses.asdict(choices)}
 
 
-def kind_from_json(name: str, fields: Any, kinds: dict[str, Any]) -> Any:
+def kind_from_json(name: str, fields: Any, kinds: Sequence[Any]) -> Any:
     """Return the search or stage that JSON fields describe. Without a "kind" it is the first of `kinds`.
 
     Messages call the field `name`. Raises ValueError for fields that the kind does not have.
     """
     if not isinstance(fields, dict):
         raise ValueError(f"{name} = {fields!r} is not a JSON object")
-    kind = fields.get("kind", next(iter(kinds)))
-    if kind not in kinds:
-        raise ValueError(f"{name}: the kind {kind!r} is not one of {', '.join(kinds)}")
+    known = {each.kind: each for each in kinds}
+    kind = fields.get("kind", kinds[0].kind)
+    if kind not in known:
+        raise ValueError(f"{name}: the kind {kind!r} is not one of {', '.join(known)}")
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items() if key != "kind"}
-    check_fields(kinds[kind], given)
-    return kinds[kind](**given)
+    check_fields(known[kind], given)
+    return known[kind](**given)
 
 
 def check_fields(kind: Any, given: dict[str, Any]) -> None:
@@ -480,3 +206,44 @@ def check_fields(kind: Any, given: dict[str, Any]) -> None:
     unknown = set(given) - {entry.name for entry in dataclasses.fields(kind)}
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))}: no such choice in {kind.__name__}")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A published method: its source, and its choices for `Config`.
+
+    Args:
+        source: The paper, with venue and year.
+        choices: Fields of `Config` by name. The other fields have their defaults, but `stages` is then ().
+        label: A remark that tables show after the name, if the row is not exactly what its source describes.
+    """
+
+    source: str
+    choices: dict[str, Any]
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "choices", {"stages": (), **self.choices})
+
+    def to_json(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the choices that differ from the defaults, as JSON that `Config.from_json` reads.
+
+        A search or stage is its kind and the fields that differ from the defaults of that kind.
+
+        Args:
+            defaults: The defaults of `Config`, from `Config.defaults()`.
+
+        Returns:
+            The choices by the name of the field.
+        """
+
+        def changed(choices: Any) -> dict[str, Any]:
+            fields, usual = kind_to_json(choices), kind_to_json(type(choices)())
+            return {key: value for key, value in fields.items() if key == "kind" or value != usual[key]}
+
+        plain = {name: value for name, value in self.choices.items() if value != defaults[name]}
+        if "search" in plain:
+            plain["search"] = changed(plain["search"])
+        if "stages" in plain:
+            plain["stages"] = [changed(stage) for stage in plain["stages"]]
+        return plain

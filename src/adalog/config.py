@@ -7,33 +7,40 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
+from adalog.baselines import BlockRefinement, Evolution, RangeSearch, ReleasedSearch, ScaleSearch, TwinUniformQuantizer
+from adalog.baselines.fisher import LOSSES as FISHER_LOSSES
+from adalog.calibration.block_errors import LOSSES as BLOCK_LOSSES
+from adalog.calibration.refinement import Refinement
 from adalog.choices import (
-    SEARCH_KINDS,
-    STAGE_KINDS,
-    AnySearch,
     Correction,
     Fitting,
-    PostSoftmax,
-    PowerLaw,
-    RangeSearch,
-    ScaleSearch,
-    Search,
-    Stage,
+    Reconstruction,
     Tables,
-    Weights,
     check_bits,
     check_choice,
     check_fields,
     check_flag,
-    check_stages,
     check_whole,
     kind_from_json,
     kind_to_json,
 )
 from adalog.methods import METHODS
-from adalog.quantizers import Beyond, Rounding
+from adalog.quantizers import FLOAT_BITS, Beyond, Quantizer, Rounding, UniformQuantizer
+from adalog.search import AnySearch
+from adalog.search.bounds import Search
+from adalog.search.operand import Format
+
+PowerLaw = Literal["uniform", "twin", "log2", "log-sqrt2", "adalog"]
+PostSoftmax = Literal[PowerLaw, "split", "max-kept"]
+Weights = Literal["uniform", "symmetric"]
+Stage = Refinement | Correction | Reconstruction
+
+# What names in files and in `Config` stand for: the kinds of searches and stages, and the losses of a reconstruction.
+SEARCHES = (Search, ReleasedSearch, RangeSearch, ScaleSearch)
+STAGES = (BlockRefinement, Evolution, Correction, Reconstruction)
+LOSSES = {**BLOCK_LOSSES, **FISHER_LOSSES}
 
 
 @dataclass(frozen=True)
@@ -134,7 +141,7 @@ class Config:
             raise ValueError(f"q_min = {self.q_min} is above q_max = {self.q_max}")
         for name in ("per_head", "fold_head"):
             check_flag(name, getattr(self, name))
-        check_stages(self.stages)
+        _check_stages(self.stages)
         if self.offset is not None and not (isinstance(self.offset, (int, float)) and 0 < self.offset < math.inf):
             raise ValueError(f"offset = {self.offset} is not positive and finite")
 
@@ -244,8 +251,8 @@ class Config:
         Returns:
             A JSON object with every field by name. The search and each stage is an object; its `kind` names its class.
         """
-        search = kind_to_json(self.search, SEARCH_KINDS)
-        stages = [kind_to_json(stage, STAGE_KINDS) for stage in self.stages]
+        search = kind_to_json(self.search)
+        stages = [kind_to_json(stage) for stage in self.stages]
         return json.dumps(dataclasses.asdict(self) | {"search": search, "stages": stages}, sort_keys=True)
 
     @staticmethod
@@ -262,15 +269,43 @@ class Config:
             ValueError: If the text is not JSON, names an unknown field, or gives a field an invalid value.
         """
         fields: dict[str, Any] = json.loads(text)
-        search = kind_from_json("search", fields.pop("search", {}), SEARCH_KINDS)
+        search = kind_from_json("search", fields.pop("search", {}), SEARCHES)
         if "stages" in fields:
             if not isinstance(fields["stages"], list):
                 raise ValueError(f"stages = {fields['stages']!r} is not a list")
-            fields["stages"] = tuple(kind_from_json("stages", entry, STAGE_KINDS) for entry in fields["stages"])
+            fields["stages"] = tuple(kind_from_json("stages", entry, STAGES) for entry in fields["stages"])
         check_fields(Config, fields)
         if isinstance(fields.get("pinned"), list):
             fields["pinned"] = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in fields["pinned"])
         return Config(search=search, **fields)
+
+
+def weight_format(config: Config, *own_dims: int) -> Format:
+    """Return the format of a weight that has parameters of its own along these dimensions."""
+    kinds: dict[Weights, type[Quantizer] | None] = {"uniform": None, "symmetric": UniformQuantizer}
+    return Format(config.weight_bits, own_dims, one_scale=kinds[config.weights])
+
+
+def power_law_format(kind: PostSoftmax, bits: int, config: Config, offset: float) -> Format:
+    """Return the format of an activation after softmax or GELU whose quantizer has this kind, such as "log2".
+
+    log2 and log-sqrt2 use exact powers, with a float scale as in their papers. AdaLog uses the rounded tables of Eq. 9.
+    """
+    if kind in ("split", "max-kept"):
+        return Format(bits, unit=kind)
+    if kind in ("uniform", "twin") or bits == FLOAT_BITS:
+        return Format(bits, one_scale=TwinUniformQuantizer if kind == "twin" else None, offset=offset)
+    base = {"log2": (1, 1), "log-sqrt2": (1, 2), "adalog": (0, config.r)}[kind]
+    return Format(
+        bits,
+        log2_base=base,
+        q_min=config.q_min,
+        q_max=config.q_max,
+        table=kind == "adalog",
+        beyond=config.beyond,
+        rounding=config.rounding,
+        offset=offset,
+    )
 
 
 def _pinned_widths(bits: int | str) -> dict[str, int]:
@@ -297,3 +332,17 @@ def _check_pinned(pinned: object) -> None:
             continue
         for name, width in _pinned_widths(entry[1]).items():
             check_bits(f"pinned {name} of {entry[0]!r}", width)
+
+
+def _check_stages(stages: object) -> None:
+    """Raise ValueError unless the value is a tuple of stages in an order that is possible."""
+    if not isinstance(stages, tuple) or not all(isinstance(stage, Stage) for stage in stages):
+        raise ValueError(f"stages = {stages!r} is not a tuple of stages, as in (Correction(),)")
+    fitting = [stage for stage in stages if isinstance(stage, Fitting)]
+    order = ["correction" if isinstance(stage, Correction) else stage.scope for stage in fitting]
+    in_order = order == [kind for kind in ("correction", "block", "model") if kind in order]
+    if not in_order or fitting != list(stages[len(stages) - len(fitting) :]):
+        raise ValueError(
+            "stages that fit images come last, because the other stages evaluate changes on exact inputs: at most one "
+            "Correction, then one Reconstruction of blocks, then one of the model"
+        )

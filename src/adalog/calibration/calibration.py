@@ -28,11 +28,11 @@ from adalog.calibration.operands import (
     why_unfolded,
     with_rows,
 )
-from adalog.calibration.partial import Partial, assignment_json, check_storable, fingerprint
+from adalog.calibration.partial import Partial, assignment_json, fingerprint
 from adalog.calibration.schedule import Progress, run_searches
 from adalog.calibration.shared import Shared
 from adalog.calibration.stages import check_images, staged
-from adalog.choices import Correction, Search
+from adalog.choices import Correction
 from adalog.config import Config
 from adalog.errors import CalibrationError
 from adalog.graph.capture import Sizes, batched, capture, take
@@ -45,8 +45,7 @@ from adalog.model import QuantizedModel
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import FLOAT_BITS, Assignment, Fold, UniformQuantizer
 from adalog.ranks import ALONE, Ranks
-from adalog.search import SEARCHES
-from adalog.search.bounds import uniform_is_closer
+from adalog.search.bounds import Search, uniform_is_closer
 from adalog.search.operand import Format
 from adalog.search.product import Product, with_table
 from adalog.version import source_hash
@@ -372,7 +371,7 @@ class Calibration:
     def probe(self, gradient: Tensor) -> None:
         """Weight errors by the gradient of a given loss, instead of by random gradients.
 
-        This affects the metric "hessian" of `ScaleSearch`, and `BlockRefinement`.
+        This affects searches and stages that weight errors by gradients.
 
         Args:
             gradient: Gradient of the loss with respect to the model's only output, (N, ...).
@@ -416,7 +415,7 @@ class Calibration:
                 operands = ordered and operands_of(self.program, group, ordered, config, fold, activation)
                 given = replace(product, shared=shared, ordered=operands or None, start=start)
                 given = replace(given, **self._shared.wanted(group, self._requests[group.name].names, config))
-                self._found[key] = SEARCHES[type(config.search)].search_product(given, config.search)
+                self._found[key] = config.search.search_product(given)
                 self._found.pop(tabled, None)
             if tabled not in self._found:
                 self._found[tabled] = with_table(product, self._found[key], config.tables)
@@ -452,7 +451,7 @@ class Calibration:
             if rows is not None and len(rows) == len(values):
                 values = values[rows]
             weights = [self.program.tensors[site.right] for site in self.sites if site.name in pair.sites]
-            self._found[key] = SEARCHES[type(search)].fold_channels(values, bits, search, torch.cat(weights))
+            self._found[key] = search.fold_channels(values, bits, torch.cat(weights))
         return cast(tuple[Fold, UniformQuantizer | None], self._found[key])
 
     # --- all groups ---
@@ -470,7 +469,8 @@ class Calibration:
         Raises:
             ValueError: If the results of this search cannot be stored.
         """
-        check_storable(config.search)
+        if config.search.why_unstored:
+            raise ValueError(config.search.why_unstored)
         strides = [self._observed.stride(request.names) for request in self._requests.values()]
         begun = [(name, assignment_json(each)) for name, each in sorted((start or {}).items())]
         fitted = take(self.unlabelled, range(config.images_fitted)) if config.images_fitted else ()

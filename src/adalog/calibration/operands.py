@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from adalog.calibration.observe import Request
-from adalog.choices import Search
-from adalog.config import Config
+from adalog.config import Config, power_law_format, weight_format
 from adalog.graph.convolution import conv_geometry, patches
 from adalog.graph.program import Program
 from adalog.graph.rewrite import SiteGroup
 from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS, Pair, Site
 from adalog.quantizers import FLOAT_BITS, Fold
-from adalog.search import SEARCHES
+from adalog.search.bounds import Search
 from adalog.search.operand import Format, Operand
 from adalog.search.quantiles import coprime
 
@@ -84,12 +83,12 @@ def formats_of(site: Site, config: Config) -> list[Format]:
     operand = operand_kinds(site.role, kind)[0]
     bits: int = getattr(config, f"{operand}_bits")
     if operand == "softmax":
-        return [Format.power_law(config.post_softmax, bits, config, 0.0)]
+        return [power_law_format(config.post_softmax, bits, config, 0.0)]
     if kind not in POWER_LAW_ACTIVATIONS:
         return [Format(bits)]
     own = -site.left_source.minimum
     offset = config.offset if config.offset is not None and kind == "gelu" else own
-    power_law = Format.power_law(config.post_gelu, bits, config, offset)
+    power_law = power_law_format(config.post_gelu, bits, config, offset)
     compares = isinstance(config.search, Search) and config.search.compare_uniform
     sure = rarely_uniform(site) and not compares
     return [power_law] if sure or power_law.log2_base is None else [power_law, Format(bits)]
@@ -132,7 +131,7 @@ def operands_of(
     if fold is not None:
         inputs, weight = [fold.activation(x) for x in inputs], fold.weight(weight)
     rows = joined([x.reshape(-1, x.shape[-1]) for x in inputs], dim=0)
-    return Operand(rows, activation), Operand(weight, Format.of_weights(config, 0))
+    return Operand(rows, activation), Operand(weight, weight_format(config, 0))
 
 
 def in_shape_of_product(program: Program, group: SiteGroup, values: Mapping[str, Tensor]) -> Tensor:
@@ -167,7 +166,7 @@ def why_unfolded(
     rows = min(x[..., 0].numel() for x in read)  # a head may read only one token per image
     if config.activation_bits == FLOAT_BITS:
         return "its linears take float activations"
-    refused = SEARCHES[type(config.search)].refuses_fold(config.search, config)
+    refused = config.search.refuses_fold(config.weight_bits, config.activation_bits)
     if refused:
         return refused
     if not config.fold_head and pair.norm.name in head:
@@ -226,11 +225,11 @@ def _conv_operands(
     if any(padding) and activation.log2_base is not None:
         mask = joined([rows(torch.ones_like(images)) for images in split], dim=-2)
     if groups == 1:
-        return Operand(x, activation, mask), Operand(weight.flatten(1), Format.of_weights(config, 0))
+        return Operand(x, activation, mask), Operand(weight.flatten(1), weight_format(config, 0))
     kernels = weight.reshape(groups, -1, weight[0].numel())
     if activation.is_uniform:
         activation = replace(activation, own_dims=(0,))
-    return Operand(x, activation, mask), Operand(kernels, Format.of_weights(config, 0, 1))
+    return Operand(x, activation, mask), Operand(kernels, weight_format(config, 0, 1))
 
 
 def with_rows(operand: Operand, rows: Tensor) -> Operand:

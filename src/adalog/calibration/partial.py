@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.choices import RangeSearch
 from adalog.errors import ArtifactError, DataError
 from adalog.files import write_error
 from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer
@@ -136,15 +135,6 @@ class Partial:
     def add(self, name: str, assignment: Assignment) -> None:
         """Append the assignment of this name to the file."""
         self._lines.add(name, assignment_json(assignment))
-
-
-def check_storable(search: object) -> None:
-    """Raise ValueError for a search whose quantizers cannot be stored in a file."""
-    if isinstance(search, RangeSearch) and not search.round_zero_point:
-        raise ValueError(
-            "round_zero_point = False finds zero points that no file can store, whether an artifact or a partial file: "
-            "evaluate the model in memory, or use the method repq-vit, which rounds them"
-        )
 
 
 def assignment_json(assignment: Assignment) -> dict[str, Any]:

@@ -9,7 +9,7 @@ replaced by the float network's values, and a random share of the values that it
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from adalog.calibration.batches import Chunk
-from adalog.calibration.block_errors import LOSSES, BlockOutput, picked
+from adalog.calibration.block_errors import LOSSES, BlockOutput, Loss, picked
 from adalog.calibration.blocks import Blocks
 from adalog.calibration.judge import output_errors
 from adalog.calibration.partial import Partial
@@ -75,6 +75,7 @@ def reconstructed(
     assigned: Assigned,
     choices: Reconstruction,
     *,
+    losses: Mapping[str, Loss] = LOSSES,
     seed: int = 0,
     memory: int | None = None,
     partial: Partial | None = None,
@@ -87,11 +88,12 @@ def reconstructed(
     model within the block depends on it, for example if the block holds one of two heads. The loss would not evaluate
     all of its effect. If a block's output is not a floating-point tensor, all of its groups keep their assignments.
 
-    memory: bytes for the values of both networks held at a time, as in `Blocks`. The following always comes on top: a
-    block's inputs and outputs on all images, the weights of its errors, the training state of its weights, and the
-    values that gradients need on four images. With the scope "model", all of this counts for the whole model. partial:
-    finished blocks are read from it, and the first rank adds new ones. ranks: all of them compute the values of both
-    networks, and they share the images of each step and of each evaluation.
+    losses: the errors of a block's output, by name. memory: bytes for the values of both networks held at a time, as in
+    `Blocks`. The following always comes on top: a block's inputs and outputs on all images, the
+    weights of its errors, the training state of its weights, and the values that gradients need on four images. With
+    the scope "model", all of this counts for the whole model. partial: finished blocks are read from it, and the first
+    rank adds new ones. ranks: all of them compute the values of both networks, and they share the images of each step
+    and of each evaluation.
     """
     current, device = list(assigned), images[0].device
     share = None if memory is None else memory // 2
@@ -127,7 +129,9 @@ def reconstructed(
                 for index, each in enumerate(current)
                 if index not in members and not names.isdisjoint(each[0].nodes)
             ]
-            block_in_training = BlockInTraining(program, floats, quantized, number, here, choices, seed, ranks, beside)
+            block_in_training = BlockInTraining(
+                program, floats, quantized, number, here, choices, seed, ranks, beside, losses
+            )
             best = [assignment for _, assignment in block_in_training.trained(report)]
 
             def chosen(trained: Sequence[Assignment] = best, members: Sequence[int] = members) -> list[Assignment]:
@@ -189,6 +193,7 @@ class BlockInTraining:
         seed: int,
         ranks: Ranks = ALONE,
         beside: Assigned = (),
+        losses: Mapping[str, Loss] = LOSSES,
     ):
         self._blocks, self._number, self._choices, self._ranks = floats, number, choices, ranks
         self._nodes, self._assigned, self._beside = floats.nodes(number), list(assigned), list(beside)
@@ -215,7 +220,7 @@ class BlockInTraining:
         self._generators = [torch.Generator(device).manual_seed(each) for each in share_seeds.tolist()]
         chunk = {name: self._exact[name] for name in floats.images} | self._wanted
         outputs = tuple(dict.fromkeys(refs_of(program.output)))
-        self._error = LOSSES[choices.loss](
+        self._error = losses[choices.loss](
             BlockOutput(floats, self._out, chunk, outputs, apart, self._fitted, self._judging, seed)
         )
         if self._error.renewals:

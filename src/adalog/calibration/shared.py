@@ -1,5 +1,6 @@
 """Compute the data that some searches need in addition to the operands, once for all sites."""
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -9,22 +10,23 @@ from torch import Tensor
 from adalog.calibration.gradients import given_probe, hessian_probe, noise_probe, squared_gradients
 from adalog.calibration.importance import resampled, row_weights
 from adalog.calibration.observe import Observed
-from adalog.calibration.operands import in_shape_of_product
-from adalog.calibration.ordered import observe_in_order
+from adalog.calibration.operands import choices_of, formats_of, in_shape_of_product, operands_of
 from adalog.config import Config
 from adalog.graph.capture import take
 from adalog.graph.program import Program
 from adalog.graph.rewrite import SiteGroup
 from adalog.graph.sites import Block, Pair, find_splits
-from adalog.search import SEARCHES
+from adalog.quantizers import Assignment
+from adalog.search.operand import Format
+from adalog.search.product import Product, with_table
 
 
 class Shared:
-    """The optional fields of `Product` that a search needs (`SearchModule.needs`), for any site.
+    """The optional fields of `Product` that a search needs (`AnySearch.needs`), for any site.
 
-    - "ordered": the operands after everything before their site is quantized, from one forward under the choices.
-    - "weights": squared gradients of the loss with respect to every site's output, from backward passes.
-    - "row_splits": the rows of a linear's weight that share a scale.
+    - ordered: the operands after everything before their site is quantized, from one forward under the choices.
+    - weights: squared gradients of the loss with respect to every site's output, from backward passes.
+    - row_splits: the rows of a linear's weight that share a scale.
 
     All fields are held whole, in addition to the memory of `Observed`. unfolded: returns the reason why a pair's norm
     is not folded.
@@ -58,29 +60,29 @@ class Shared:
     def prepare(self, config: Config) -> None:
         """Compute everything that the searches of a configuration share, before they run in parallel."""
         self.ordered(config)
-        needs = SEARCHES[type(config.search)].needs(config.search)
-        if "weights" in needs:
-            self._error_gradients(config)
-        if "row_splits" in needs:
+        needs = config.search.needs
+        if needs.probes:
+            self.squared_gradients(needs.probes, noise=needs.noise)
+        if needs.row_splits:
             self._all_row_splits()
-        if "importance" in needs:
-            self.row_weights(config.search.importance)  # type: ignore[union-attr]
+        if needs.importance:
+            self.row_weights(needs.importance)
 
     def wanted(self, group: SiteGroup, names: Collection[str], config: Config) -> dict[str, Any]:
         """Return the fields "weights" and "row_splits" of a group's product, if its search needs them.
 
         names: the names of the values that the group's search reads.
         """
-        needs, found = SEARCHES[type(config.search)].needs(config.search), dict[str, Any]()
-        if "weights" in needs:
-            gradients = self._error_gradients(config)
+        needs, found = config.search.needs, dict[str, Any]()
+        if needs.probes:
+            gradients = self.squared_gradients(needs.probes, noise=needs.noise)
             values = {
                 each.node.name: self._observed.alike(each.left, names, gradients[each.node.name])
                 for call in group.calls
                 for each in call
             }
             found["weights"] = in_shape_of_product(self._program, group, values)
-        if "row_splits" in needs:
+        if needs.row_splits:
             found["row_splits"] = self._row_splits(group)
         return found
 
@@ -90,9 +92,8 @@ class Shared:
         The numbers have the shape (T,), or (*batch, T) for a product of activations. None: the search reads each row
         once. names: as in `wanted`.
         """
-        if "importance" not in SEARCHES[type(config.search)].needs(config.search):
-            return None
-        weights = self.row_weights(config.search.importance)  # type: ignore[union-attr]
+        power = config.search.needs.importance
+        weights = self.row_weights(power) if power else None
         if weights is None:
             return None
         values = {
@@ -116,16 +117,31 @@ class Shared:
 
     def order(self, config: Config) -> Config | None:
         """Return a cache key: the config if sites are calibrated in sequence, else None."""
-        return config if "ordered" in SEARCHES[type(config.search)].needs(config.search) else None
+        return None if config.search.needs.observe is None else config
 
     def ordered(self, config: Config) -> Mapping[str, Tensor] | None:
         """Return the operands by name if sites are calibrated in sequence under these choices, else None."""
-        if self.order(config) is None:
+        observe = config.search.needs.observe
+        if observe is None:
             return None
         if self._in_order is None or self._in_order[0] != config:  # held for one configuration at a time
-            made = observe_in_order(self._program, self._images, self._groups, config, self._unfolded)
-            self._in_order = config, made
+            search = functools.partial(self._searched, config)
+            self._in_order = config, observe(self._program, self._images, self._groups, search)
         return self._in_order[1]
+
+    def _searched(self, config: Config, group: SiteGroup, seen: Mapping[str, Tensor]) -> Assignment:
+        """Search the quantizers of a group on these operands, before its norm is folded.
+
+        Each channel of a norm that will be folded has its own quantizer (RepQ-ViT).
+        """
+        choices, tried = choices_of(group, config), []
+        formats = formats_of(group.first, choices)
+        if group.pair is not None and not self._unfolded(group.pair, choices):
+            formats = [Format(choices.activation_bits, own_dims=(1,))]
+        for activation in formats:
+            product = Product(group.first.role, *operands_of(self._program, group, seen, choices, None, activation))
+            tried.append(with_table(product, choices.search.search_product(product), choices.tables))
+        return max(tried, key=lambda each: each.sqnr)
 
     def squared_gradients(self, probes: int, *, noise: bool = False) -> dict[str, Tensor]:
         """Return squared gradients of the loss with respect to each site's and block's output, by output name."""
@@ -139,10 +155,6 @@ class Shared:
             self._found[key] = squared_gradients(self._program, self._images, names, given)
         found: dict[str, Tensor] = self._found[key]
         return found
-
-    def _error_gradients(self, config: Config) -> dict[str, Tensor]:
-        search: Any = config.search
-        return self.squared_gradients(search.probes, noise=search.released)
 
     def _all_row_splits(self) -> dict[str, Tensor]:
         if "row splits" not in self._found:

@@ -2,18 +2,15 @@
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-from adalog.calibration.blockwise import refined_blocks
 from adalog.calibration.compensate import corrected
-from adalog.calibration.evolution import evolved
 from adalog.calibration.partial import Partial
 from adalog.calibration.reconstruct import reconstructed
 from adalog.calibration.schedule import Progress, coded_list
 from adalog.calibration.shared import Shared
-from adalog.choices import BlockRefinement, Correction, Fitting, Reconstruction, Stage
-from adalog.config import Config
+from adalog.choices import Correction, Fitting, Reconstruction
+from adalog.config import LOSSES, Config, Stage
 from adalog.errors import CalibrationError
 from adalog.graph.capture import take
 from adalog.graph.program import Program
@@ -68,16 +65,14 @@ def staged(
                 )
             return reconstructed(
                 *(program, fitted, assigned, stage),
+                losses=LOSSES,
                 seed=seed,
                 memory=memory,
                 partial=partial,
                 progress=progress,
                 ranks=ranks,
             )
-        if isinstance(stage, BlockRefinement):
-            changed = refined_blocks(program, images, assigned, stage, shared.squared_gradients(stage.probes), memory)
-        else:
-            changed = evolved(program, images, assigned, stage, torch.Generator().manual_seed(seed), memory)
+        changed = stage.refined(program, images, assigned, shared.squared_gradients, seed, memory)
         return [
             (group, before if after is before else judge(group, after))
             for (group, before), (_, after) in zip(assigned, changed, strict=True)

@@ -19,8 +19,6 @@ from adalog.quantizers.logarithmic import (
     table_step,
 )
 from adalog.quantizers.quantizer import FLOAT_BITS, MAX_BITS, MIN_BITS, Quantizer, at_least_float32, round_ste
-from adalog.quantizers.split import SplitUniformQuantizer
-from adalog.quantizers.twin import TwinUniformQuantizer
 from adalog.quantizers.uniform import (
     UniformQuantizer,
     bounds_to_uniform,
@@ -44,8 +42,6 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
     "Rounding",
-    "SplitUniformQuantizer",
-    "TwinUniformQuantizer",
     "UniformQuantizer",
     "at_least_float32",
     "bounds_to_uniform",

@@ -113,7 +113,7 @@ def checked_weight(name: str, weight: QuantizedTensor) -> QuantizedTensor:
 
 
 def kind_of(what: str, kind: Any) -> type[Quantizer]:
-    """Return the quantizer class that has this name in files.
+    """Return the quantizer class that has this name in files, of all classes that are imported.
 
     what: the thing that has this kind, for messages.
     Raises ArtifactError if no class has this name.

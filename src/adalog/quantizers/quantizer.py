@@ -120,9 +120,11 @@ class Quantizer(ABC):
     Quantizers are frozen dataclasses. Their tensor fields are their parameters, which broadcast against the values.
 
     kind: the quantizer's name in files.
+    spans_offset: half of the codes are for the negative values, down to minus the offset of `reaching`.
     """
 
     kind: ClassVar[str]
+    spans_offset: ClassVar[bool] = False
     scale: Tensor
     bits: int
 

@@ -1,47 +1,66 @@
 """Searches for the quantizers of one product; they know nothing about graphs."""
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
-from adalog.choices import RangeSearch, ReleasedSearch, ScaleSearch, Search
-from adalog.config import Config
 from adalog.quantizers import Assignment, Fold, UniformQuantizer
-from adalog.search import bounds, ranges, released, scales
 from adalog.search.product import Product
 
 
-class SearchModule(Protocol):
-    """The functions that every search module provides."""
+@dataclass(frozen=True)
+class Needs:
+    """What a search needs besides the operands of a product in the float network.
 
-    def needs(self, search: Any) -> frozenset[str]:
-        """Return what the search needs besides the operands.
+    importance: rows of the operands occur as often as the model's output depends on them, by their squared gradients to
+        this power. 0: all rows occur once.
+    probes: the number of random gradients for `Product.weights`, which are of rounding noise if `noise` is true.
+    row_splits: True for the field of `Product`.
+    observe: maps the program, the images, the groups of sites, and a function that searches a group with its operands,
+        to the operands of all sites by name, for `Product.ordered`.
+    """
 
-        "ordered", "weights" and "row_splits" are fields of `Product`. "importance": the rows of the operands occur as
-        often as the model's output depends on them.
-        """
+    importance: float = 0.0
+    probes: int = 0
+    noise: bool = False
+    row_splits: bool = False
+    observe: Callable[..., dict[str, Tensor]] | None = None
 
-    def refuses_fold(self, search: Any, config: Config) -> str:
-        """Return the reason why the search does not fold norms with these choices, or "" if it does."""
 
-    def fold_channels(
-        self, values: Tensor, bits: int, search: Any, weight: Tensor
-    ) -> tuple[Fold, UniformQuantizer | None]:
+class AnySearch(ABC):
+    """The choices of a search, and the search itself. Searches are frozen dataclasses.
+
+    kind: the name of the search in files.
+    """
+
+    kind: ClassVar[str]
+
+    @property
+    def needs(self) -> Needs:
+        """What the search needs besides the operands."""
+        return Needs()
+
+    def refuses_fold(self, weight_bits: int, activation_bits: int) -> str:
+        """Return the reason why the search does not fold norms at these bits, or "" if it does."""
+        return "this method does not fold norms"
+
+    def fold_channels(self, values: Tensor, bits: int, weight: Tensor) -> tuple[Fold, UniformQuantizer | None]:
         """Return the fold of a norm's channels, and the quantizer that they then share.
 
         The quantizer is None if `search_product` finds it.
 
         values: (T, C), the output of the norm. weight: (O, C), the weights of all linears that read it.
         """
+        raise ValueError(f"{type(self).__name__} does not fold norms")
 
-    def search_product(self, product: Product, search: Any) -> Assignment:
+    @abstractmethod
+    def search_product(self, product: Product) -> Assignment:
         """Return the quantizers of a product's operands."""
 
-
-# One row per type of `Config.search`.
-SEARCHES: dict[type[Any], SearchModule] = {
-    Search: bounds,
-    ReleasedSearch: released,
-    RangeSearch: ranges,
-    ScaleSearch: scales,
-}
+    @property
+    def why_unstored(self) -> str:
+        """The reason why no file can store the quantizers that are found, or "" if files can."""
+        return ""

@@ -1,16 +1,13 @@
-"""Search uniform bounds, and logarithmic bases and scales, with rounds of Algorithm 1 (Sec. 3.4).
-
-This is one of the four searches in `search.SEARCHES`.
-"""
+"""Search uniform bounds, and logarithmic bases and scales, with rounds of Algorithm 1 (Sec. 3.4)."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from adalog.choices import FoldRanges, Search
-from adalog.config import Config
+from adalog.choices import FoldRanges, Strategy, check_choice, check_flag, check_share, check_whole
 from adalog.quantizers import (
     Assignment,
     Fold,
@@ -20,6 +17,7 @@ from adalog.quantizers import (
     UniformQuantizer,
     bounds_to_uniform,
 )
+from adalog.search import AnySearch, Needs
 from adalog.search.distinct import once
 from adalog.search.objective import OwnError, ProductError
 from adalog.search.operand import Format, Operand
@@ -39,20 +37,125 @@ _CHILDREN = 8
 _COMPARED = 1024
 
 
-def needs(search: Search) -> frozenset[str]:
-    """Return "importance", unless all rows count alike."""
-    return frozenset({"importance"} if search.importance else ())
+@dataclass(frozen=True)
+class Search(AnySearch):
+    """The search of AdaLog: Fast Progressive Combining Search (FPCS, Algorithm 1) and the rounds around it.
 
+    "Sec." and "Algorithm" refer to the AdaLog paper (Wu et al., ECCV 2024).
 
-def refuses_fold(search: Search, config: Config) -> str:
-    """Return "", because this search folds norms."""
-    return ""
+    Args:
+        strategy: How the two hyperparameters of a quantizer are searched: "fpcs" (Algorithm 1), "alternating" (one
+            after the other), or "brute-force" (the whole grid).
+        init: Sizes of the grid of the first step. Default from Sec. 4.1: n = 16 x 8 = 128 points.
+        parents: Number of points that a step refines, each by 8 neighbours. Default from Sec. 4.1: 16 parents give n
+            evaluations per step.
+        steps: Number of steps after the first grid, p in the paper. Default from Sec. 4.1; the released code uses 6.
+        rounds: Number of times that each operand is searched. Chosen by measurement: docs/benchmarks. The released code
+            uses 3.
+        rough_rows: A step scores candidates on a sample of at least this many tokens, and the best candidates on eight
+            times as many. 0 always uses all tokens. Chosen by measurement: docs/benchmarks.
+        refit: Give each row of a weight the scale that fits its codes best, once the codes are found.
+            Chosen by measurement: docs/benchmarks.
+        reach: The lower bound lies between the percentiles 0 and `reach`, the upper one between 1 - `reach` and 1.
+            Chosen by measurement: docs/benchmarks. The paper uses 0.1.
+        fold_ranges: How to find the ranges of the channels of a folded norm. "own": each channel has its own range, by
+            its own error (RepQ-ViT's reparameterization, Sec. 4.1). "deviations": all channels have the same range
+            in standard deviations around their mean. "best": for each norm, the kind with the smaller error of the
+            linears' outputs on images that did not choose the ranges.
+        importance: Rows (tokens) count by their squared gradient to this power, so that errors count where the model's
+            output depends on them. 0 counts all rows alike, as in the paper. Chosen by measurement: docs/benchmarks.
+        compare_uniform: After GELU, search a uniform quantizer too if one is closer to the values than the logarithmic
+            quantizer that was found, and keep the one with the smaller error of the output. If False, activations after
+            GELU get the quantizer `post_gelu`, as in the paper, unless a grouped convolution follows.
 
+    Raises:
+        ValueError: If a field has an invalid value.
 
-def fold_channels(values: Tensor, bits: int, search: Search, weight: Tensor) -> tuple[Fold, UniformQuantizer | None]:
-    """Return the fold of a norm's channels. values: (T, C), the output of the norm. weight: (O, C), of its linears."""
-    ranges = best_ranges(values, bits, search, weight) if search.fold_ranges == "best" else search.fold_ranges
-    return Fold.sharing(*search_channels(values, bits, replace(search, fold_ranges=ranges))), None
+    Examples:
+        >>> config = adalog.Config(search=adalog.Search(steps=2))  # a shorter search
+    """
+
+    kind: ClassVar[str] = "bounds"
+    strategy: Strategy = "fpcs"
+    init: tuple[int, int] = (16, 8)
+    parents: int = 16
+    steps: int = 4
+    rounds: int = 1
+    rough_rows: int = 256
+    refit: bool = True
+    reach: float = 0.4
+    fold_ranges: FoldRanges = "best"
+    importance: float = 0.5
+    compare_uniform: bool = True
+
+    def __post_init__(self) -> None:
+        check_choice("strategy", self.strategy, Strategy)
+        check_choice("fold_ranges", self.fold_ranges, FoldRanges)
+        for name, least in (("parents", 1), ("steps", 0), ("rounds", 1), ("rough_rows", 0)):
+            check_whole(name, getattr(self, name), least)
+        for name in ("refit", "compare_uniform"):
+            check_flag(name, getattr(self, name))
+        check_share("importance", self.importance)
+        if not isinstance(self.reach, (int, float)) or not 0 < self.reach <= 0.5:
+            raise ValueError(f"reach = {self.reach} is not a number above 0 and at most 0.5")
+        if not isinstance(self.init, tuple) or len(self.init) != 2:
+            raise ValueError(f"init = {self.init!r} is not a pair of sizes")
+        for size in self.init:
+            check_whole("init", size, 1)
+        if math.prod(self.init) != 8 * self.parents:
+            raise ValueError(f"init = {self.init} is not a grid of 8 * parents points, with parents = {self.parents}")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(importance=self.importance)
+
+    def refuses_fold(self, weight_bits: int, activation_bits: int) -> str:
+        return ""
+
+    def fold_channels(self, values: Tensor, bits: int, weight: Tensor) -> tuple[Fold, UniformQuantizer | None]:
+        ranges = best_ranges(values, bits, self, weight) if self.fold_ranges == "best" else self.fold_ranges
+        return Fold.sharing(*search_channels(values, bits, replace(self, fold_ranges=ranges))), None
+
+    def search_product(self, product: Product) -> Assignment:
+        # Both operands are searched in turn, and a quantizer is never replaced by a worse one. The left quantizer
+        # starts from its operand's own error, and the right operand is searched first. Later searches of an operand try
+        # only points near its current one, if the steps use a sample and there are more than twice as many rows as
+        # columns: with few rows, the best point moves far when the other operand changes. The rounds stop when one
+        # improves the loss by less than the fraction _LEAST_GAIN. If the product has a start, both operands begin
+        # there, and the start is returned unless the result is better.
+        left, right, start = product.left, product.right, product.start
+        rows, columns = left.values[..., 0].numel(), left.values.shape[-1]
+        many = self.rough_rows > 0 and rows > max(self.rough_rows, 2 * columns)
+        first = None if start is None else point_of(left, start.left)
+        second = None if start is None else point_of(right, start.right)
+        if (first is None) != left.is_float or (second is None) != right.is_float:
+            start = None  # its bits or kinds of quantizers differ from the formats of the operands
+        if first is None and not left.is_float:
+            first = search_own(left, self)
+        left_hat, right_hat = left.quantized_at(first), right.values
+        error = math.inf
+        if not right.is_float:
+            second, error = _search_operand(right, left.values, left_hat, self, second)
+            right_hat = right.quantized_at(second)
+        for index in range(self.rounds):
+            before = first, error
+            if not left.is_float:
+                first, error = _search_operand(left, right.values, right_hat, self, first, nearby=many and index > 0)
+                left_hat = left.quantized_at(first)
+            if not right.is_float and first is not before[0]:
+                second, error = _search_operand(right, left.values, left_hat, self, second, nearby=many)
+                right_hat = right.quantized_at(second)
+            if error > before[1] * (1 - _LEAST_GAIN):
+                break
+        x_side, w_side = left.quantizer(first), right.quantizer(second)
+        if self.refit and right.has_own_rows and isinstance(w_side, Quantizer):
+            found = product.assigned_refitted(x_side, w_side)
+        else:
+            found = product.assigned(x_side, w_side)
+        if start is None:
+            return found
+        given = product.assigned(start.left, start.right)
+        return found if found.sqnr > given.sqnr else given
 
 
 def best_ranges(values: Tensor, bits: int, search: Search, weight: Tensor) -> FoldRanges:
@@ -68,50 +171,6 @@ def best_ranges(values: Tensor, bits: int, search: Search, weight: Tensor) -> Fo
         return float((added @ weight.t()).square().sum())
 
     return min(_RANGES, key=error)
-
-
-def search_product(product: Product, search: Search) -> Assignment:
-    """Search both operands in turn by the output's error; a quantizer is never replaced by a worse one.
-
-    The left quantizer starts from its operand's own error, and the right operand is searched first. After the first
-    search of an operand, later searches try only points near its current one. They do so if the steps use a sample and
-    there are more than twice as many rows as columns: with few rows, the best point moves far when the other operand
-    changes. The rounds stop when one improves the loss by less than the fraction `_LEAST_GAIN`. If the product has a
-    start, both operands begin there, and the start is returned unless the result is better.
-    """
-    left, right, start = product.left, product.right, product.start
-    rows, columns = left.values[..., 0].numel(), left.values.shape[-1]
-    many = search.rough_rows > 0 and rows > max(search.rough_rows, 2 * columns)
-    first = None if start is None else point_of(left, start.left)
-    second = None if start is None else point_of(right, start.right)
-    if (first is None) != left.is_float or (second is None) != right.is_float:
-        start = None  # its bits or kinds of quantizers differ from the formats of the operands
-    if first is None and not left.is_float:
-        first = search_own(left, search)
-    left_hat, right_hat = left.quantized_at(first), right.values
-    error = math.inf
-    if not right.is_float:
-        second, error = _search_operand(right, left.values, left_hat, search, second)
-        right_hat = right.quantized_at(second)
-    for index in range(search.rounds):
-        before = first, error
-        if not left.is_float:
-            first, error = _search_operand(left, right.values, right_hat, search, first, nearby=many and index > 0)
-            left_hat = left.quantized_at(first)
-        if not right.is_float and first is not before[0]:
-            second, error = _search_operand(right, left.values, left_hat, search, second, nearby=many)
-            right_hat = right.quantized_at(second)
-        if error > before[1] * (1 - _LEAST_GAIN):
-            break
-    x_side, w_side = left.quantizer(first), right.quantizer(second)
-    if search.refit and right.has_own_rows and isinstance(w_side, Quantizer):
-        found = product.assigned_refitted(x_side, w_side)
-    else:
-        found = product.assigned(x_side, w_side)
-    if start is None:
-        return found
-    given = product.assigned(start.left, start.right)
-    return found if found.sqnr > given.sqnr else given
 
 
 def point_of(operand: Operand, side: Quantizer | QuantizedTensor | None) -> Tensor | None:

@@ -2,13 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from adalog.choices import PostSoftmax, Weights
-from adalog.config import Config
 from adalog.quantizers import (
     FLOAT_BITS,
     Beyond,
@@ -16,7 +13,6 @@ from adalog.quantizers import (
     QuantizedTensor,
     Quantizer,
     Rounding,
-    TwinUniformQuantizer,
     UniformQuantizer,
     bounds_to_uniform,
     log_steps,
@@ -39,7 +35,7 @@ class Format:
         searched in q_min ... q_max.
     one_scale: the class of a quantizer that its largest level alone determines (`Quantizer.reaching`).
         `UniformQuantizer` means a symmetric one.
-    unit: the format of a baseline method for values in [0, 1], or "".
+    unit: the kind of a quantizer for values in [0, 1] that only the search of a baseline finds, or "".
     """
 
     bits: int
@@ -52,7 +48,7 @@ class Format:
     beyond: Beyond = "zero-coded"
     rounding: Rounding = "nearest"
     offset: float = 0.0
-    unit: Literal["", "split", "max-kept"] = ""
+    unit: str = ""
 
     @property
     def is_uniform(self) -> bool:
@@ -61,36 +57,7 @@ class Format:
     @property
     def twin(self) -> bool:
         """True if half of the codes are for the negative values, down to -offset."""
-        return self.one_scale is TwinUniformQuantizer
-
-    @staticmethod
-    def of_weights(config: Config, *own_dims: int) -> "Format":
-        """Return the format of a weight that has parameters of its own along these dimensions."""
-        kinds: dict[Weights, type[Quantizer] | None] = {"uniform": None, "symmetric": UniformQuantizer}
-        return Format(config.weight_bits, own_dims, one_scale=kinds[config.weights])
-
-    @staticmethod
-    def power_law(kind: PostSoftmax, bits: int, config: Config, offset: float) -> "Format":
-        """Return the format of a logarithmic quantizer of this kind, such as "log2".
-
-        log2 and log-sqrt2 use exact powers, with a float scale as in their papers. AdaLog uses the rounded tables of
-        Eq. 9.
-        """
-        if kind in ("split", "max-kept"):
-            return Format(bits, unit=kind)
-        if kind in ("uniform", "twin") or bits == FLOAT_BITS:
-            return Format(bits, one_scale=TwinUniformQuantizer if kind == "twin" else None, offset=offset)
-        base = {"log2": (1, 1), "log-sqrt2": (1, 2), "adalog": (0, config.r)}[kind]
-        return Format(
-            bits,
-            log2_base=base,
-            q_min=config.q_min,
-            q_max=config.q_max,
-            table=kind == "adalog",
-            beyond=config.beyond,
-            rounding=config.rounding,
-            offset=offset,
-        )
+        return self.one_scale is not None and self.one_scale.spans_offset
 
 
 @dataclass(frozen=True)
@@ -133,7 +100,7 @@ class Operand:
         if point is None:
             return None
         if form.one_scale is not None:
-            found = self._reaching(form.one_scale, point[:1])
+            found = form.one_scale.reaching(self.shaped(point[:1]), form.bits, form.offset)
             return found.map(lambda value: value[0] if form.own_dims else value.reshape(()))
         if form.log2_base is None:
             scale, zero_point = bounds_to_uniform(point[0], point[1], form.bits)
@@ -226,10 +193,6 @@ class Operand:
         levels, cuts = (each.index_select(0, row.to(torch.int64)) * factor - form.offset for each in tables)
         return levels, cuts
 
-    def _reaching(self, kind: type[Quantizer], upper: Tensor) -> Quantizer:
-        """Return k quantizers of this kind whose largest levels are `upper`, (k, *groups)."""
-        return kind.reaching(self.shaped(upper), self.format.bits, self.format.offset)
-
     @property
     def radix(self) -> int:
         """The denominator r of log2(base)."""
@@ -260,7 +223,7 @@ class Operand:
             low, high = thinned_quantiles(sample.abs(), (max(0.0, 1 - 2 * reach), 1.0))
             low = low * float(above / torch.maximum(above, -below))
             return low.to(self.values.dtype).reshape(1, *shape), high.to(self.values.dtype).reshape(1, *shape)
-        lift = 0.0 if form.twin else form.offset
+        lift = 0.0 if form.log2_base is None else form.offset
         some, top = thinned(sample), sample.max() + lift
         lifted = some[some + lift > 0] + lift
         if not len(lifted):

@@ -21,7 +21,6 @@ from adalog.calibration.calibration import Calibration, digest
 from adalog.calibration.operands import OperandKind, operand_kinds, together
 from adalog.calibration.partial import Lines, raw_bytes
 from adalog.calibration.schedule import Progress
-from adalog.choices import Search
 from adalog.config import Config
 from adalog.errors import DataError
 from adalog.graph.operations import PRODUCTS
@@ -32,6 +31,7 @@ from adalog.graph.tracing import trace
 from adalog.inputs.refusals import refusal
 from adalog.quantizers import FLOAT_BITS, Assignment, QuantizedTensor, UniformQuantizer, bounds_to_uniform
 from adalog.ranks import ALONE, Coded, Ranks
+from adalog.search.bounds import Search
 from adalog.search.product import Product
 from adalog.stored import is_whole
 from adalog.study.cost import cost

@@ -22,6 +22,7 @@ class TwinUniformQuantizer(Quantizer):
     """
 
     kind: ClassVar[str] = "twin"
+    spans_offset: ClassVar[bool] = True
     scale: Tensor
     negative_scale: Tensor
     bits: int

@@ -20,24 +20,25 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from adalog.choices import ReleasedSearch
-from adalog.config import Config
+from adalog.baselines.twin import TwinUniformQuantizer
+from adalog.choices import check_flag, check_whole
 from adalog.device import chunk_elements
 from adalog.quantizers import (
     Assignment,
     Fold,
     LogQuantizer,
     Quantizer,
-    TwinUniformQuantizer,
     UniformQuantizer,
     symmetric_scale,
     symmetric_zero_point,
     uniform_fake_quantize,
 )
+from adalog.search import AnySearch
 from adalog.search.fused import sums, uniform_errors
 from adalog.search.objective import Errors, ProductError
 from adalog.search.operand import Format, Operand
@@ -53,54 +54,65 @@ _MANY, _ROWS = 1 << 19, 4096
 _FINALISTS = 8  # a rough loss leaves this many candidates, and twice as many if equal ones are common
 
 
-def needs(search: ReleasedSearch) -> frozenset[str]:
-    """Return no fields: this search reads only the operands."""
-    return frozenset()
+@dataclass(frozen=True)
+class ReleasedSearch(AnySearch):
+    """The search of the authors' released code, including its deviations from the paper.
 
+    Args:
+        progressive: Refine the best scales of the first grid, which is FPCS in the released code. If False, the first
+            grid alone decides.
+        steps: Number of steps, including the first grid. Default from the released code; the paper has p = 4 steps.
+        rounds: Number of times that each operand is searched. Default from the released code.
 
-def refuses_fold(search: ReleasedSearch, config: Config) -> str:
-    """Return the reason why this search does not fold norms with these choices, or "" if it does."""
-    if config.weight_bits != config.activation_bits:
-        return "the released code does not fold norms if weights and activations have different bits"
-    return ""
+    Raises:
+        ValueError: If a field has an invalid value.
+    """
 
+    kind: ClassVar[str] = "released"
+    progressive: bool = True
+    steps: int = 6
+    rounds: int = 3
 
-def fold_channels(
-    values: Tensor, bits: int, search: ReleasedSearch, weight: Tensor
-) -> tuple[Fold, UniformQuantizer | None]:
-    """Return the fold of a norm's channels, each quantized by its own error. values: (T, C), the output of the norm."""
-    operand = Operand(values, Format(bits, own_dims=(1,)))
-    quantizer = _UniformSpace(operand, min(2**bits, 16), search, _LEAST_SCALE).start(own_error=True)
-    return Fold.sharing(quantizer.scale.flatten(), quantizer.zero_point.flatten()), None
+    def __post_init__(self) -> None:
+        check_flag("progressive", self.progressive)
+        for name in ("steps", "rounds"):
+            check_whole(name, getattr(self, name), 1)
 
+    def refuses_fold(self, weight_bits: int, activation_bits: int) -> str:
+        why = "the released code does not fold norms if weights and activations have different bits"
+        return "" if weight_bits == activation_bits else why
 
-def search_product(product: Product, search: ReleasedSearch) -> Assignment:
-    """Return the quantizers of both operands as the released code finds them."""
-    left, right, of_activations = product.left, product.right, product.of_activations
-    half = symmetric_zero_point(right.format.bits)
-    zero_points = min(half, POINTS // 2) if product.role == "conv" else min(half, 16)
-    seconds = _UniformSpace(right, zero_points, search, _LEAST_SCALE if of_activations else _TINY)
-    firsts: _UniformSpace | _LogSpace | _TwinSpace
-    if left.format.twin:
-        firsts = _TwinSpace(left)
-    elif left.format.log2_base is not None:
-        firsts = _LogSpace(left, search, scale_is_one=product.role == "av")
-    else:
-        count = zero_points if of_activations else min(2**left.format.bits, 16)
-        firsts = _UniformSpace(left, count, search, _LEAST_SCALE)
-    weights_first = isinstance(firsts, _UniformSpace) and not of_activations
+    def fold_channels(self, values: Tensor, bits: int, weight: Tensor) -> tuple[Fold, UniformQuantizer | None]:
+        operand = Operand(values, Format(bits, own_dims=(1,)))
+        quantizer = _UniformSpace(operand, min(2**bits, 16), self, _LEAST_SCALE).start(own_error=True)
+        return Fold.sharing(quantizer.scale.flatten(), quantizer.zero_point.flatten()), None
 
-    first: Quantizer | None = None if left.is_float else firsts.start(own_error=not of_activations)
-    second: Quantizer | None = None if right.is_float else seconds.start(own_error=not of_activations)
-    for _ in range(1 if left.is_float or right.is_float else search.rounds):
-        for on_left in (not weights_first, weights_first):
-            if on_left and first is not None:
-                first = firsts.search(_error(left, right, second), first)
-            elif not on_left and second is not None:
-                second = seconds.search(_error(right, left, first))
-    if isinstance(firsts, _LogSpace) and isinstance(first, LogQuantizer):
-        first = firsts.final(first)
-    return product.assigned(first, second)
+    def search_product(self, product: Product) -> Assignment:
+        left, right, of_activations = product.left, product.right, product.of_activations
+        half = symmetric_zero_point(right.format.bits)
+        zero_points = min(half, POINTS // 2) if product.role == "conv" else min(half, 16)
+        seconds = _UniformSpace(right, zero_points, self, _LEAST_SCALE if of_activations else _TINY)
+        firsts: _UniformSpace | _LogSpace | _TwinSpace
+        if left.format.twin:
+            firsts = _TwinSpace(left)
+        elif left.format.log2_base is not None:
+            firsts = _LogSpace(left, self, scale_is_one=product.role == "av")
+        else:
+            count = zero_points if of_activations else min(2**left.format.bits, 16)
+            firsts = _UniformSpace(left, count, self, _LEAST_SCALE)
+        weights_first = isinstance(firsts, _UniformSpace) and not of_activations
+
+        first: Quantizer | None = None if left.is_float else firsts.start(own_error=not of_activations)
+        second: Quantizer | None = None if right.is_float else seconds.start(own_error=not of_activations)
+        for _ in range(1 if left.is_float or right.is_float else self.rounds):
+            for on_left in (not weights_first, weights_first):
+                if on_left and first is not None:
+                    first = firsts.search(_error(left, right, second), first)
+                elif not on_left and second is not None:
+                    second = seconds.search(_error(right, left, first))
+        if isinstance(firsts, _LogSpace) and isinstance(first, LogQuantizer):
+            first = firsts.final(first)
+        return product.assigned(first, second)
 
 
 def _error(operand: Operand, other: Operand, quantizer: Quantizer | None) -> ProductError:

@@ -1,6 +1,6 @@
 """Search ranges by a tensor's own values: minimum and maximum, percentiles, FQ-ViT, RepQ-ViT.
 
-This is one of the four searches in `search.SEARCHES`. `methods.METHODS` lists the choices of each method.
+`methods.METHODS` lists the choices of each method.
 
 With b bits, let L = 2**b - 1, h = 2**(b - 1), and let R round to the nearest integer, halves to even.
 
@@ -13,13 +13,14 @@ With b bits, let L = 2**b - 1, h = 2**(b - 1), and let R round to the nearest in
   in 0 ... K that has the least error.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from adalog.choices import RangeSearch
-from adalog.config import Config
+from adalog.baselines.ordered import observe_in_order
+from adalog.choices import check_choice, check_flag, check_number, check_whole
 from adalog.quantizers import (
     Assignment,
     Fold,
@@ -30,35 +31,92 @@ from adalog.quantizers import (
     symmetric_zero_point,
     uniform_fake_quantize,
 )
+from adalog.search import AnySearch, Needs
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
 from adalog.search.quantiles import quantiles
 from adalog.search.strategies import first_least
 
-
-def needs(search: RangeSearch) -> frozenset[str]:
-    """Return "ordered" if the search reads operands with everything before their site quantized, else no field."""
-    return frozenset({"ordered"} if search.in_order else ())
+Sharing = Literal["none", "mean", "power-of-two"]
 
 
-def refuses_fold(search: RangeSearch, config: Config) -> str:
-    """Return the reason why this search does not fold norms, or "" if it does."""
-    return "this method does not fold norms" if search.share == "none" else ""
+@dataclass(frozen=True)
+class RangeSearch(AnySearch):
+    """A search that finds each quantizer from the operand's own values, without the output.
 
+    MinMax, percentiles, FQ-ViT and RepQ-ViT use it. The defaults are those of MinMax.
 
-def search_product(product: Product, search: RangeSearch) -> Assignment:
-    """Find the quantizer of each operand by its own values; the SQNR is computed on the values of the float network."""
-    left, right = product.ordered or (product.left, product.right)
-    first: Quantizer | None = product.shared
-    if left.is_float:
-        first = None
-    elif first is None and search.unit_softmax and product.role == "av" and left.format.log2_base is not None:
-        first = left.quantizer(left.values.new_ones(1))
-    elif first is None:
-        first = own_range(left, search)
-    symmetric = search.symmetric_weights and product.role in ("linear", "conv")
-    second = None if right.is_float else own_range(right, search, symmetric=symmetric)
-    return product.assigned(first, second)
+    Args:
+        percentiles: Candidate upper percentiles p; the lower end is 1 - p. The p with the smallest error of the operand
+            itself is used.
+        symmetric_weights: Quantize weights with ranges that reach as far below zero as above.
+        unit_softmax: Give logarithmic quantizers after softmax the scale 1.
+        share: How the channels of a folded norm get one scale: "none" (norms are not folded), "mean" (RepQ-ViT: the
+            mean over channels), or "power-of-two" (FQ-ViT: one scale, multiplied by a power of two per channel).
+        powers: Largest exponent for `share` = "power-of-two" (K in FQ-ViT, whose value is the default).
+        round_zero_point: Round the shared zero point to a whole number. In the released RepQ-ViT it is not rounded; an
+            artifact cannot store such a model.
+        in_order: Observe each operand with everything before its site quantized, as the released RepQ-ViT does.
+
+    Raises:
+        ValueError: If a field has an invalid value.
+    """
+
+    kind: ClassVar[str] = "ranges"
+    percentiles: tuple[float, ...] = (1.0,)
+    symmetric_weights: bool = False
+    unit_softmax: bool = False
+    share: Sharing = "none"
+    powers: int = 3
+    round_zero_point: bool = True
+    in_order: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.percentiles, tuple) or not self.percentiles:
+            raise ValueError(f"percentiles = {self.percentiles!r} is not a tuple of numbers")
+        for share in self.percentiles:
+            check_number("percentiles", share, 0.5, 1.0)
+        for name in ("symmetric_weights", "unit_softmax", "round_zero_point", "in_order"):
+            check_flag(name, getattr(self, name))
+        check_choice("share", self.share, Sharing)
+        check_whole("powers", self.powers, 0)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(observe=observe_in_order if self.in_order else None)
+
+    def refuses_fold(self, weight_bits: int, activation_bits: int) -> str:
+        return super().refuses_fold(weight_bits, activation_bits) if self.share == "none" else ""
+
+    def fold_channels(self, values: Tensor, bits: int, weight: Tensor) -> tuple[Fold, UniformQuantizer | None]:
+        if self.share == "power-of-two":
+            return _doubled_channels(values, bits, self)
+        scale, zero_point = own_channels(values, bits, self)
+        shared = zero_point.mean()
+        quantizer = UniformQuantizer(scale.mean(), shared.round() if self.round_zero_point else shared, bits)
+        return Fold.sharing(scale, zero_point, rounds=self.round_zero_point), quantizer
+
+    def search_product(self, product: Product) -> Assignment:
+        left, right = product.ordered or (product.left, product.right)
+        first: Quantizer | None = product.shared
+        if left.is_float:
+            first = None
+        elif first is None and self.unit_softmax and product.role == "av" and left.format.log2_base is not None:
+            first = left.quantizer(left.values.new_ones(1))
+        elif first is None:
+            first = own_range(left, self)
+        symmetric = self.symmetric_weights and product.role in ("linear", "conv")
+        second = None if right.is_float else own_range(right, self, symmetric=symmetric)
+        return product.assigned(first, second)
+
+    @property
+    def why_unstored(self) -> str:
+        return (
+            ""
+            if self.round_zero_point
+            else "round_zero_point = False finds zero points that no file can store, whether an artifact or a partial "
+            "file: evaluate the model in memory, or use the method repq-vit, which rounds them"
+        )
 
 
 def own_range(operand: Operand, search: RangeSearch, *, symmetric: bool = False) -> Quantizer:
@@ -99,21 +157,6 @@ def _own_error(operand: Operand, point: Tensor) -> Tensor:
     assert quantizer is not None
     error = replace(operand, values=(quantizer.fake_quantize(operand.values) - operand.values).square_())
     return error.groups().mean(dim=1).reshape(point.shape[1:])
-
-
-def fold_channels(
-    values: Tensor, bits: int, search: RangeSearch, weight: Tensor
-) -> tuple[Fold, UniformQuantizer | None]:
-    """Return the fold of a norm's channels, and the quantizer that they then share.
-
-    values: (T, C), the output of the norm.
-    """
-    if search.share == "power-of-two":
-        return _doubled_channels(values, bits, search)
-    scale, zero_point = own_channels(values, bits, search)
-    shared = zero_point.mean()
-    quantizer = UniformQuantizer(scale.mean(), shared.round() if search.round_zero_point else shared, bits)
-    return Fold.sharing(scale, zero_point, rounds=search.round_zero_point), quantizer
 
 
 def own_channels(values: Tensor, bits: int, search: RangeSearch) -> tuple[Tensor, Tensor]:

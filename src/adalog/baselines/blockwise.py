@@ -5,14 +5,16 @@ with error e, the loss is the sum of H e^2 over its largest terms. H is the mean
 with respect to B. A given fraction of the terms, the smallest ones, is left out.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from adalog.calibration.blocks import Blocks
-from adalog.choices import BlockRefinement
+from adalog.calibration.refinement import Gradients, Refinement
+from adalog.choices import check_span, check_whole
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Program
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
@@ -22,37 +24,60 @@ from adalog.quantizers import Assignment, QuantizedTensor, Quantizer
 Sides = list[Quantizer | QuantizedTensor | None]  # the right side, then the left side of each assignment
 
 
-def refined_blocks(
-    program: Program,
-    images: Sequence[Tensor],
-    assigned: Assigned,
-    choices: BlockRefinement,
-    gradients: Mapping[str, Tensor],
-    memory: int | None = None,
-) -> list[tuple[SiteGroup, Assignment]]:
-    """Return the assignments with refined scales; each block is refined on its inputs in the float program.
+@dataclass(frozen=True)
+class BlockRefinement(Refinement):
+    """A stage that searches the scales of a block's sites again, by the error of the block's output (APQ-ViT).
 
-    Sites with a folded norm keep their scales. gradients: squared, by the name of each block's output. In addition to
-    the memory of `Blocks`, this holds the outputs of one block twice, and the values that the operations after one site
-    read.
+    The defaults are adalog's own, because the text of the APQ-ViT paper was not available.
+
+    Args:
+        candidates: Number of multiples of a scale to try, spaced evenly over `span`.
+        span: Smallest and largest multiple.
+        eliminated: Fraction of the output's weighted errors to ignore, the smallest ones first.
+        rounds: Number of times that each scale is searched.
+        probes: Number of random gradients, as in `ScaleSearch`.
+
+    Raises:
+        ValueError: If a field has an invalid value.
     """
-    current = list(assigned)
-    blocks = Blocks(program, images, find_blocks(program), memory)
-    for number, block in enumerate(blocks.blocks):
-        names = {node.name for node in blocks.nodes(number).nodes}  # not the nodes of a second head
-        indices = [
-            index
-            for index, (group, assignment) in enumerate(current)
-            if names.issuperset(group.nodes) and assignment.fold is None
-        ]
-        if not indices or block.value_out not in gradients:
-            continue
-        changed = _refined_block(
-            blocks, number, [current[index] for index in indices], choices, gradients[block.value_out]
-        )
-        for index, each in zip(indices, changed, strict=True):
-            current[index] = each
-    return current
+
+    kind: ClassVar[str] = "blocks"
+    candidates: int = 16
+    span: tuple[float, float] = (0.6, 1.4)
+    eliminated: float = 0.5
+    rounds: int = 1
+    probes: int = 8
+
+    def __post_init__(self) -> None:
+        check_span("span", self.span)
+        for name in ("candidates", "rounds", "probes"):
+            check_whole(name, getattr(self, name), 1)
+        if not isinstance(self.eliminated, (int, float)) or not 0 <= self.eliminated < 1:
+            raise ValueError(f"eliminated = {self.eliminated!r} is not a number of at least 0 and below 1")
+
+    def refined(
+        self, program: Program, images: Sequence[Tensor], assigned: Assigned, squares: Gradients, seed: int, memory: int
+    ) -> Assigned:
+        # Each block is refined on its inputs in the float program, and sites with a folded norm keep their scales. The
+        # outputs of one block twice, and the values that the operations after one site read, come on top of the memory.
+        gradients = squares(self.probes)
+        current = list(assigned)
+        blocks = Blocks(program, images, find_blocks(program), memory)
+        for number, block in enumerate(blocks.blocks):
+            names = {node.name for node in blocks.nodes(number).nodes}  # not the nodes of a second head
+            indices = [
+                index
+                for index, (group, assignment) in enumerate(current)
+                if names.issuperset(group.nodes) and assignment.fold is None
+            ]
+            if not indices or block.value_out not in gradients:
+                continue
+            changed = _refined_block(
+                blocks, number, [current[index] for index in indices], self, gradients[block.value_out]
+            )
+            for index, each in zip(indices, changed, strict=True):
+                current[index] = each
+        return current
 
 
 def _refined_block(

@@ -1,6 +1,6 @@
 """Search symmetric scales by an output's error: EasyQuant, PTQ4ViT, APQ-ViT.
 
-This is one of the four searches in `search.SEARCHES`. `methods.METHODS` lists the choices of each method.
+`methods.METHODS` lists the choices of each method.
 
 With b bits, let L = 2**b - 1 and h = 2**(b - 1).
 
@@ -22,29 +22,30 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from adalog.choices import ScaleSearch
-from adalog.config import Config
+from adalog.baselines.split import SplitUniformQuantizer
+from adalog.baselines.twin import TwinUniformQuantizer
+from adalog.choices import check_choice, check_flag, check_span, check_whole
 from adalog.quantizers import (
     Assignment,
-    Fold,
     LogQuantizer,
     Quantizer,
-    SplitUniformQuantizer,
-    TwinUniformQuantizer,
     UniformQuantizer,
     symmetric_scale,
     symmetric_zero_point,
 )
+from adalog.search import AnySearch, Needs
 from adalog.search.fused import products, uniform_errors
 from adalog.search.objective import Errors, error_base, gains_from_bfloat16
 from adalog.search.operand import Operand
 from adalog.search.product import Product
 from adalog.search.quantiles import coprime
+
+Metric = Literal["squared", "cosine", "hessian"]
 
 _SPLITS = 20  # the number of split points sigma, which are powers of two
 _TINY = 2.0**-94
@@ -53,43 +54,69 @@ _FINALISTS = 16  # the sample leaves this many candidates
 _SLICE = 1 << 18  # elements of a product that are scored at once; with their weights they fit in a core's own cache
 
 
-def needs(search: ScaleSearch) -> frozenset[str]:
-    """Return "weights" for the Hessian metric, and "row_splits" unless each row of a weight has its own scale."""
-    hessian = {"weights"} if search.metric == "hessian" else set[str]()
-    return frozenset(hessian if search.row_scales else hessian | {"row_splits"})
+@dataclass(frozen=True)
+class ScaleSearch(AnySearch):
+    """A search that finds symmetric scales, operand by operand, by the output's error.
 
+    EasyQuant, PTQ4ViT and APQ-ViT use it. The defaults are those of PTQ4ViT, unless stated otherwise.
 
-def refuses_fold(search: ScaleSearch, config: Config) -> str:
-    """Return the reason why this search does not fold norms."""
-    return "this method does not fold norms"
+    Args:
+        metric: The error: "squared", "cosine" (1 minus the cosine of the angle between the outputs), or "hessian" (the
+            squared error, weighted by the diagonal of the loss's Hessian).
+        span: Interval of the candidates, as multiples of the scale that covers all values. The upper end is excluded.
+        candidates: Number of candidates, spaced evenly over `span`.
+        rounds: Number of times that each operand is searched.
+        row_scales: Give each row of a linear its own scale. If False, each split (queries, keys, values) has one.
+        probes: Number of random gradients from which the Hessian's diagonal is estimated. Chosen by adalog.
+        released: Follow PTQ4ViT's code where it differs from the paper: one probe of rounding noise, a split after
+            softmax that is found with V not quantized, and both halves of its values added up.
+        rough_stride: Score all candidates on every n-th row or image first, and the best 16 on all. Chosen by adalog.
 
+    Raises:
+        ValueError: If a field has an invalid value.
+    """
 
-def fold_channels(
-    values: Tensor, bits: int, search: ScaleSearch, weight: Tensor
-) -> tuple[Fold, UniformQuantizer | None]:
-    """Raise ValueError, because this search does not fold norms (see `refuses_fold`)."""
-    raise ValueError(refuses_fold(search, Config()))
+    kind: ClassVar[str] = "scales"
+    metric: Metric = "hessian"
+    span: tuple[float, float] = (0.01, 1.2)
+    candidates: int = 100
+    rounds: int = 3
+    row_scales: bool = False
+    probes: int = 8
+    released: bool = False
+    rough_stride: int = 5
 
+    def __post_init__(self) -> None:
+        check_choice("metric", self.metric, Metric)
+        check_span("span", self.span)
+        for name in ("candidates", "rounds", "probes", "rough_stride"):
+            check_whole(name, getattr(self, name), 1)
+        for name in ("row_scales", "released"):
+            check_flag(name, getattr(self, name))
 
-def search_product(product: Product, search: ScaleSearch) -> Assignment:
-    """Search both operands in turn by the output's error, and return the result of the last round."""
-    left, right, left_first = product.left, product.right, product.of_activations
-    firsts, seconds = _Scaled(left, search, None), _Scaled(right, search, product.row_splits)
-    first, second = firsts.start(), seconds.start()
-    products = [(left, right, product.weights), *_sampled(product, search.rough_stride)]
-    for turn, on_left in enumerate((left_first, not left_first) * search.rounds):
-        before = first if on_left else second
-        if on_left and firsts.is_searched:
-            other = seconds.quantizer(None if search.released and product.role == "av" else second)
-            whole, *sample = (_OutputError.of(x, w, other, h, search) for x, w, h in products)
-            first = firsts.search(whole, *(each.fast() for each in sample))
-        elif not on_left and seconds.is_searched:
-            other = firsts.quantizer(first)
-            whole, *sample = (_OutputError.of(w, x, other, _turned(h), search) for x, w, h in products)
-            second = seconds.search(whole, *(each.fast() for each in sample))
-        if turn and torch.equal(before, first if on_left else second):
-            break  # the other operand was searched with this result, so later turns would change nothing
-    return product.assigned(firsts.quantizer(first), seconds.quantizer(second))
+    @property
+    def needs(self) -> Needs:
+        probes = self.probes if self.metric == "hessian" else 0
+        return Needs(probes=probes, noise=self.released, row_splits=not self.row_scales)
+
+    def search_product(self, product: Product) -> Assignment:
+        left, right, left_first = product.left, product.right, product.of_activations
+        firsts, seconds = _Scaled(left, self, None), _Scaled(right, self, product.row_splits)
+        first, second = firsts.start(), seconds.start()
+        products = [(left, right, product.weights), *_sampled(product, self.rough_stride)]
+        for turn, on_left in enumerate((left_first, not left_first) * self.rounds):
+            before = first if on_left else second
+            if on_left and firsts.is_searched:
+                other = seconds.quantizer(None if self.released and product.role == "av" else second)
+                whole, *sample = (_OutputError.of(x, w, other, h, self) for x, w, h in products)
+                first = firsts.search(whole, *(each.fast() for each in sample))
+            elif not on_left and seconds.is_searched:
+                other = firsts.quantizer(first)
+                whole, *sample = (_OutputError.of(w, x, other, _turned(h), self) for x, w, h in products)
+                second = seconds.search(whole, *(each.fast() for each in sample))
+            if turn and torch.equal(before, first if on_left else second):
+                break  # the other operand was searched with this result, so later turns would change nothing
+        return product.assigned(firsts.quantizer(first), seconds.quantizer(second))
 
 
 def _sampled(product: Product, stride: int) -> Iterator[tuple[Operand, Operand, Tensor | None]]:

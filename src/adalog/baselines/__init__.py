@@ -1,0 +1,19 @@
+"""Published methods besides AdaLog: their searches, stages, quantizers and losses, and their rows in the table."""
+
+from adalog.baselines.blockwise import BlockRefinement
+from adalog.baselines.evolution import Evolution
+from adalog.baselines.ranges import RangeSearch
+from adalog.baselines.released import ReleasedSearch
+from adalog.baselines.scales import ScaleSearch
+from adalog.baselines.split import SplitUniformQuantizer
+from adalog.baselines.twin import TwinUniformQuantizer
+
+__all__ = [
+    "BlockRefinement",
+    "Evolution",
+    "RangeSearch",
+    "ReleasedSearch",
+    "ScaleSearch",
+    "SplitUniformQuantizer",
+    "TwinUniformQuantizer",
+]

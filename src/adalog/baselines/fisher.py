@@ -1,0 +1,123 @@
+"""Weight the errors of a block's output by Fisher information (BRECQ, APHQ-ViT, FIMA-Q)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from adalog.calibration.block_errors import BlockError, BlockOutput, Loss, picked, places
+from adalog.calibration.blocks import Blocks
+from adalog.calibration.gradients import distance_gradient, hessian_probe, with_mean_one
+
+# Directions of change with less than this fraction of the largest power count as rounding noise.
+_EQUAL = 1e-6
+
+
+class FisherWeights(BlockError):
+    """Squared errors weighted by squared gradients of the model's loss (BRECQ's diagonal Fisher information).
+
+    The loss is the distance to the float network's outputs (`hessian_probe`), because labels are not known. averaged:
+    weight each value by its average over all images (APHQ-ViT).
+    """
+
+    def __init__(self, output: BlockOutput, *, averaged: bool = False):
+        self._blocks, self._name = output.blocks, output.name
+        probe = hessian_probe(torch.Generator().manual_seed(output.seed))
+        value = output.values[output.name]
+        squares = torch.empty_like(value)
+        for numbers in output.batches(torch.arange(output.blocks.count, device=value.device)):
+            chunk = output.picked(numbers)
+            exact = chunk[output.name]
+            gradient = output.gradient(chunk, exact, lambda found: probe(list(found.values()), slice(None)))
+            _put(output.blocks, squares, output.name, numbers, gradient.square())
+        self._squares = with_mean_one(squares)
+        axis = output.blocks.axis(output.name)
+        self._dim, self._mean = 0, None
+        if averaged and axis is not None:
+            self._dim, each = axis
+            self._mean = self._squares.unflatten(self._dim, (-1, each)).mean(self._dim)
+
+    def weights(self, numbers: Tensor) -> Tensor:
+        """Return the weights of the output's values on these images."""
+        if self._mean is not None:
+            return torch.cat([self._mean] * len(numbers), self._dim)
+        return picked(self._blocks, {self._name: self._squares}, numbers)[self._name]
+
+    def __call__(self, difference: Tensor, numbers: Tensor) -> Tensor:
+        return (difference.square() * self.weights(numbers)).mean()
+
+
+class LowRankFisher(BlockError):
+    """A low-rank and a diagonal part of the Fisher information (FIMA-Q, Wu et al., CVPR 2025).
+
+    The formulas follow a public reproduction of FIMA-Q's released code.
+
+    The gradient of the loss at the quantized output is the Fisher information times the change of the output. k
+    gradients and k changes, with their magnitudes averaged over images, form the matrices G and D, (k, values). The
+    part of rank k is a^T (D D^T)^-1 a with a = G |difference|. The mean of G weights the diagonal part. Both parts are
+    scaled to mean 1 at the point of the last gradient, and they count equally.
+
+    images: the number of images per gradient.
+    """
+
+    renewals = 4  # 15 in FIMA-Q
+
+    def __init__(self, output: BlockOutput, *, images: int = 64):
+        self._output, self._numbers = output, output.fitted[:images] if output.apart else output.fitted
+        self._gradients: list[Tensor] = []
+        self._changes: list[Tensor] = []
+        self._inverse = torch.empty(0)
+        self._units: tuple[float, float] = (1.0, 1.0)
+
+    @torch.no_grad()
+    def renew(self, quantized: Callable[[Tensor], Tensor]) -> None:
+        output, differences = self._output, []
+        gradient, change = torch.zeros(()), torch.zeros(())
+        for numbers in output.batches(self._numbers):
+            chunk, value = output.picked(numbers), quantized(numbers)
+            wanted = output.leaves(chunk)
+
+            def slope(outputs: Mapping[int, Tensor], wanted: list[Tensor] = wanted) -> Sequence[Tensor]:
+                return distance_gradient(list(outputs.values()), [wanted[index] for index in outputs])
+
+            found = output.by_image(output.gradient(chunk, value, slope)).abs()
+            differences.append(value - chunk[output.name])
+            moved = output.by_image(differences[-1]).abs()
+            gradient, change = (before.to(found) + now.sum(0) for before, now in ((gradient, found), (change, moved)))
+        rows = [len(output.by_image(each)) for each in differences]
+        self._gradients.append(gradient / sum(rows))
+        self._changes.append(change / sum(rows))
+        changes = torch.stack(self._changes).double()
+        # Changes that differ only by rounding count as one. Their differences would weight errors by noise.
+        self._inverse = torch.linalg.pinv(changes @ changes.t(), hermitian=True, rtol=_EQUAL).to(gradient.dtype)
+        parts = [torch.stack(self._parts(each)) * count for each, count in zip(differences, rows, strict=True)]
+        low, diagonal = (torch.stack(parts).sum(0) / sum(rows)).clamp(min=torch.finfo(torch.float32).tiny)
+        self._units = float(low), float(diagonal)
+
+    def _parts(self, difference: Tensor) -> tuple[Tensor, Tensor]:
+        gradients = torch.stack(self._gradients)
+        size = self._output.by_image(difference).abs()
+        along = size @ gradients.t()
+        return ((along @ self._inverse) * along).sum(1).mean(), (size.square() @ gradients.mean(0)).mean()
+
+    def __call__(self, difference: Tensor, numbers: Tensor) -> Tensor:
+        low, diagonal = self._parts(difference)
+        return low / self._units[0] + diagonal / self._units[1]
+
+
+def _put(blocks: Blocks, whole: Tensor, name: str, numbers: Tensor, some: Tensor) -> None:
+    """Write the values of some images into the tensor for all images, along the image axis of the named value."""
+    axis = blocks.axis(name)
+    if axis is None:
+        whole.copy_(some)
+    else:
+        whole.index_copy_(axis[0], places(axis, numbers), some)
+
+
+# By the value of `Reconstruction.loss`.
+LOSSES: dict[str, Loss] = {
+    "fisher": FisherWeights,
+    "averaged": partial(FisherWeights, averaged=True),
+    "low-rank": LowRankFisher,
+}
