@@ -94,6 +94,30 @@ def test_a_shorter_side_is_resized_as_such():
     assert processor["resample"] == Image.Resampling.BICUBIC
 
 
+def test_a_processor_for_blue_first(noted):
+    plain = adalog.Preprocessing((16, 16), 16, (0.0,) * 3, (1.0,) * 3, channels="bgr")
+    processor = hub._processor(plain.to_json())
+    assert (processor["image_processor_type"], processor["do_flip_channel_order"]) == ("MobileViTImageProcessor", True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"channels": "bgr"},
+        {"fit": "cover", "resize": (16, 20)},
+        {"fit": "contain", "resize": (16, 16), "fill": (0.0,) * 3},
+        {"position": "top-left"},
+        {"fill": (1.0, 2.0, 3.0)},
+    ],
+)
+def test_without_a_processor_of_transformers_the_card_says_so(noted, tmp_path, changes):
+    model = adalog.QuantizedModel(noted.quantized)
+    model.note(preprocessing=dataclasses.replace(adalog.Preprocessing((16, 16), 16), **changes).to_json())
+    model.save_pretrained(tmp_path, classes=CLASSES)
+    assert not (tmp_path / hub.PREPROCESSING).exists()
+    assert "transformers has no processor for them" in (tmp_path / "README.md").read_text()
+
+
 # --- the hub itself, which is a fake ---------------------------------------------------------------------------------
 
 

@@ -299,6 +299,43 @@ def test_without_resizing_it_is_a_formula():
     assert np.allclose(ours(Image.fromarray(codes)).numpy(), want.transpose(2, 0, 1), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("fit", "position", "image", "corner", "inside"),
+    [
+        ("contain", "top-left", (20, 10), (0, 0), (5, 10)),  # image (W, H); corner and inside (H, W)
+        ("contain", "center", (20, 10), (2, 0), (5, 10)),
+        ("contain", "center-floor", (9, 21), (0, 3), (10, 4)),
+        ("cover", "top-left", (20, 10), (0, 0), (10, 10)),
+    ],
+)
+def test_padding_has_the_colour_of_fill(fit, position, image, corner, inside):
+    fill = (10.0, 20.0, 30.0)
+    ours = Preprocessing(
+        (10, 10), (10, 10), (0,) * 3, (1,) * 3, rescale=1.0, fit=fit, position=position, fill=fill, channels="bgr"
+    )
+    prepared = ours(Image.new("RGB", image, (1, 2, 3)))
+    expected = torch.tensor(fill).flip(0).view(3, 1, 1).repeat(1, 10, 10)
+    top, left = corner
+    expected[:, top : top + inside[0], left : left + inside[1]] = torch.tensor([3.0, 2.0, 1.0]).view(3, 1, 1)
+    assert torch.equal(prepared, expected)
+
+
+def test_a_small_image_is_padded_around_its_centre():
+    ours = Preprocessing((8, 9), (5, 4), (0,) * 3, (1,) * 3, rescale=1.0, fill=(0, 0, 0))
+    white = ours(Image.new("RGB", (30, 30), "white"))[0]
+    assert white.sum() == 255 * 5 * 4
+    assert (white[1:6, 2:6] == 255).all()
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "HSV", "I;16"])
+def test_other_modes_are_prepared_as_files_are_read(tmp_path, mode):
+    image = Image.fromarray(noise(9, 13, channels=1) if mode == "I;16" else noise(9, 13))
+    image = Image.fromarray(np.array(image).astype(np.uint16) * 257) if mode == "I;16" else image.convert(mode)
+    ours = Preprocessing((9, 13), (9, 13), (0,) * 3, (1,) * 3, rescale=1.0)
+    expected = noise(9, 13, channels=1)[..., None].repeat(3, 2) if mode == "I;16" else np.array(image.convert("RGB"))
+    assert np.array_equal(ours(image).permute(1, 2, 0).numpy(), expected)
+
+
 @settings(max_examples=100)
 @given(
     size=st.tuples(st.integers(1, 20), st.integers(1, 20)),
@@ -322,6 +359,13 @@ def test_every_image_fills_the_crop(size, more, image):
         ({"size": (0, 224)}, "size = "),
         ({"std": (1.0, 0.0, 1.0)}, "std = "),
         ({"interpolation": "cubic"}, "'cubic' is not one of bilinear, bicubic"),
+        ({"resize": (0, 224)}, "resize = "),
+        ({"fit": "cover"}, r"needs resize = \(height, width\), got resize = 256"),
+        ({"fit": "contain", "resize": (256, 256)}, "set fill"),
+        ({"fit": "fill"}, "fit = 'fill' is not one of stretch, cover, contain"),
+        ({"position": "middle"}, "'middle' is not one of center, center-floor, top-left"),
+        ({"channels": "rbg"}, "'rbg' is not one of rgb, bgr"),
+        ({"fill": (0.0, 0.0)}, "fill = "),
     ],
 )
 def test_bad_choices_are_refused(choice, told):
@@ -542,6 +586,13 @@ def test_a_preprocessing_by_way_of_json(resize):
     own = Preprocessing((8, 7), resize, (0.1, 0.2, 0.3), (1, 2, 3), "lanczos", 0.5)
     assert Preprocessing.from_json(json.loads(json.dumps(dataclasses.asdict(own)))) == own
     assert Preprocessing.from_json(dataclasses.asdict(own)) == own
+    assert own.to_json() == dict(list(dataclasses.asdict(own).items())[:6])  # as files of the first version hold it
+    other = dataclasses.replace(
+        own, resize=(8, 9), fit="contain", position="top-left", fill=(1, 2.5, 3), channels="bgr"
+    )
+    assert other.to_json() == dataclasses.asdict(other)
+    for each in (own, other):
+        assert Preprocessing.from_json(json.loads(json.dumps(each.to_json()))) == each
 
 
 @pytest.mark.parametrize(
@@ -563,7 +614,11 @@ def test_a_preprocessing_by_way_of_json(resize):
         ({"rescale": [1]}, "rescale"),
         ({"interpolation": "fast"}, "interpolation = 'fast'"),
         ({"interpolation": []}, "interpolation"),
-        ({"more": 1}, "has the fields interpolation, mean, rescale, resize, size, std"),
+        ({"fit": "wide"}, "fit = 'wide'"),
+        ({"fill": [0, 0]}, "fill = "),
+        ({"fill": 0}, "fill = 0 is not made of finite numbers"),
+        ({"position": None}, "position = None"),
+        ({"more": 1}, "has the fields interpolation, mean, rescale, resize, size, std, and may have channels, fill"),
     ],
 )
 def test_other_json_is_no_preprocessing(changes, told):

@@ -143,7 +143,7 @@ def test_hf_half_weights_become_float(saved):
                 "resample": 1,
                 "rescale_factor": 0.5,
             },
-            Preprocessing((32, 32), 40, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "lanczos", 0.5),
+            Preprocessing((32, 32), 40, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "lanczos", 0.5, position="center-floor"),
         ),
         (
             {

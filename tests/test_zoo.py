@@ -153,9 +153,10 @@ def test_timm_may_squash(monkeypatch):
     assert load_model(TINY, pretrained=False).preprocessing.resize == (177, 177)
 
 
-def test_timm_may_pad_which_is_refused(monkeypatch):
-    changed_cfg(monkeypatch, crop_mode="border")
-    assert "'border'" in refused(TINY, pretrained=False)
+def test_timm_may_pad(monkeypatch):
+    changed_cfg(monkeypatch, crop_mode="border", crop_pct=1.0)
+    own = load_model(TINY, pretrained=False).preprocessing
+    assert (own.resize, own.fit, own.fill) == ((160, 160), "contain", (128.0, 128.0, 128.0))
 
 
 def test_other_channels_are_refused(monkeypatch):

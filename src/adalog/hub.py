@@ -33,8 +33,8 @@ def save(
 ) -> None:
     """Write a model into a folder: the artifact, config.json, preprocessor_config.json and a model card, README.md.
 
-    preprocessor_config.json is written only if the provenance has `preprocessing`. `QuantizedModel.save_pretrained`
-    documents the arguments and errors.
+    preprocessor_config.json is written only if the provenance has `preprocessing`, and if transformers has a processor
+    for it. `QuantizedModel.save_pretrained` documents the arguments and errors.
     """
     names = _class_names(quantized, classes)
     config: dict[str, Any] = {"architectures": [ARCHITECTURE], "model_type": MODEL_TYPE}
@@ -44,11 +44,13 @@ def save(
     files = {"config.json": _json(config)}
     if isinstance(preprocessing, Mapping):
         try:
-            files[PREPROCESSING] = _json(_processor(preprocessing))
+            processor = _processor(preprocessing)
         except (AttributeError, LookupError, TypeError, ValueError) as cause:
             raise ArtifactError(
                 f"the preprocessing that the artifact notes is not valid ({one_line(cause)}): quantize the model again"
             ) from cause
+        if processor is not None:
+            files[PREPROCESSING] = _json(processor)
     content = artifact.serialise(quantized)
     files["README.md"] = card(quantized, len(content), figures or {}, prepared=PREPROCESSING in files)
     contents = {FILE: content, **{name: text.encode() for name, text in files.items()}}
@@ -138,6 +140,8 @@ def card(quantized: QuantizedProgram, size: int, figures: Mapping[str, str], *, 
             "",
             f"# {PREPROCESSING} describes how to prepare images."
             if prepared
+            else "# Prepare images as the artifact's `preprocessing` says: transformers has no processor for them."
+            if "preprocessing" in quantized.provenance
             else "# The artifact does not record how to prepare images.",
             'model = adalog.load("hf:OWNER/NAME")      # or a folder; runs by fake quantization in float',
             'logits = model.compile("native")(images)  # runs the products in integers',
@@ -222,14 +226,25 @@ def _hub() -> Any:
     return extra_module("huggingface_hub", "hf")
 
 
-def _processor(preprocessing: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a preprocessing to the fields of transformers' image processors."""
+def _processor(preprocessing: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Convert a preprocessing to the fields of an image processor, or return None if transformers has none for it."""
     from PIL import Image
+
+    swapped, plain = preprocessing.get("channels") == "bgr", not any(preprocessing["mean"])
+    plain = plain and all(value == 1 for value in preprocessing["std"])
+    if (
+        preprocessing.get("fit", "stretch") != "stretch"
+        or preprocessing.get("position") == "top-left"
+        or any(preprocessing.get("fill") or ())
+        or (swapped and not plain)
+    ):
+        return None
 
     (height, width), resize = preprocessing["size"], preprocessing["resize"]
     exact = None if isinstance(resize, int) else {"height": resize[0], "width": resize[1]}
     return {
-        "image_processor_type": "CLIPImageProcessor",
+        "image_processor_type": "MobileViTImageProcessor" if swapped else "CLIPImageProcessor",
+        **({"do_flip_channel_order": True} if swapped else {}),
         "do_convert_rgb": True,
         "do_resize": True,
         "size": exact or {"shortest_edge": resize},

@@ -1,6 +1,5 @@
 """Shared steps of the commands that choose bits: calibrate a model and measure the sensitivity of its operands."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,7 @@ class Subject:
     @property
     def notes(self) -> dict[str, Any]:
         """Fields to add to the provenance of the artifacts."""
-        return {"preprocessing": dataclasses.asdict(self.loaded.prepared)}
+        return {"preprocessing": self.loaded.prepared.to_json()}
 
 
 def subject(spec: str, data: Path | None, config: Config, judged: int, setup: Setup) -> Subject:

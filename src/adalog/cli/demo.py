@@ -93,7 +93,7 @@ def command(
             start = time.perf_counter()
             watch = site_progress(progress, current, f"{config.bits} {method}")
             quantized = with_error(calibration.quantize(config, watch, jobs=jobs), calibration)
-            quantized.note(preprocessing=dataclasses.asdict(zoo.DEMO_PREPROCESSING))
+            quantized.note(preprocessing=zoo.DEMO_PREPROCESSING.to_json())
             seconds = time.perf_counter() - start
             runs, executor, at_once = quickest(quantized, jobs)
             result = score(predict(runs, images, jobs=at_once), labels, reference)

@@ -185,5 +185,5 @@ def _quantized(model: str, data: Path | None, config: Config, setup: Setup, part
             partial=partial,
             ranks=setup.ranks,
         ).cpu()
-    quantized.note(preprocessing=dataclasses.asdict(loaded.prepared))
+    quantized.note(preprocessing=loaded.prepared.to_json())
     return quantized

@@ -21,6 +21,9 @@ from adalog.inputs.ground_truth import find_labels
 from adalog.inputs.shards import SUFFIX, Member, read_shards
 
 Interpolation = Literal["bilinear", "bicubic", "lanczos", "nearest"]
+Fit = Literal["stretch", "cover", "contain"]
+Position = Literal["center", "center-floor", "top-left"]
+Channels = Literal["rgb", "bgr"]
 
 SUFFIXES = (
     *(".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm"),
@@ -120,18 +123,27 @@ def _to_rgb(image: Image.Image, form: str | None) -> Image.Image:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """The preparation of an image for a model: resize, crop at the centre, rescale and normalise.
+    """The preparation of an image for a model: resize, crop or pad, order the channels, rescale and normalise.
 
     The defaults are those of many ImageNet models.
 
     Args:
         size: Height and width [pixels] that the model takes.
         resize: Size before the crop [pixels]: an int for the shorter side, which keeps the proportions of the image, or
-            an exact (height, width). It must not be smaller than `size`, so images are never padded.
-        mean: Mean of each channel, which is subtracted after the pixel values 0-255 are multiplied by `rescale`.
+            a (height, width), which `fit` interprets. It must not be smaller than `size`, unless `fill` is set.
+        mean: Mean of each channel, which is subtracted after the pixel values 0-255 are multiplied by `rescale`. The
+            first channel is blue if `channels` is "bgr".
         std: Standard deviation of each channel, by which the difference is divided.
         interpolation: "bilinear", "bicubic", "lanczos" or "nearest".
         rescale: Factor for the pixel values 0-255.
+        fit: How an image is resized to a (height, width): "stretch" gives it exactly this size. The others keep its
+            proportions: "cover" makes it as small as possible without falling below either side, and "contain" as
+            large as possible without exceeding either side.
+        position: Where the crop or the image on its padding lies: "center" rounds half a pixel to the nearest even
+            number, as torchvision does; "center-floor" rounds it down, as transformers does; or "top-left".
+        fill: Red, green and blue [0-255] of the padding of images that are smaller than `size`, or None if images are
+            never padded.
+        channels: "rgb", or "bgr" for models that take blue first.
 
     Raises:
         ValueError: If a field has an invalid value.
@@ -149,29 +161,53 @@ class Preprocessing:
     std: tuple[float, float, float] = IMAGENET_STD
     interpolation: Interpolation = "bicubic"
     rescale: float = 1 / 255
+    fit: Fit = "stretch"
+    position: Position = "center"
+    fill: tuple[float, float, float] | None = None
+    channels: Channels = "rgb"
 
     def __post_init__(self) -> None:
         if len(self.size) != 2 or min(self.size) < 1:
             raise ValueError(f"size = {self.size} is not (height, width) in pixels")
         sides = (self.resize, self.resize) if isinstance(self.resize, int) else self.resize
-        if len(sides) != 2 or any(side < crop for side, crop in zip(sides, self.size, strict=True)):
+        if len(sides) != 2 or min(sides) < 1:
+            raise ValueError(f"resize = {self.resize} is neither the shorter side nor (height, width) in pixels")
+        if self.fill is None and any(side < crop for side, crop in zip(sides, self.size, strict=True)):
             raise ValueError(
                 f"resize = {self.resize} is smaller than the crop size = {self.size}: give at least {max(self.size)}, "
-                f"or {self.size} for no crop"
+                f"or {self.size} for no crop, or set fill to pad images"
             )
+        for name, kind in _WORDS.items():
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} = {getattr(self, name)!r} is not one of {', '.join(get_args(kind))}")
+        if self.fit != "stretch" and isinstance(self.resize, int):
+            raise ValueError(f"fit = {self.fit!r} needs resize = (height, width), got resize = {self.resize}")
+        if self.fit == "contain" and self.fill is None:
+            raise ValueError("fit = 'contain' makes images smaller than resize: set fill, the colour of the padding")
+        if self.fill is not None and len(self.fill) != 3:
+            raise ValueError(f"fill = {self.fill} is not three numbers, for red, green and blue")
         if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
             raise ValueError(f"mean = {self.mean} and std = {self.std} are not three numbers each, with a positive std")
-        if self.interpolation not in get_args(Interpolation):
-            raise ValueError(
-                f"interpolation = {self.interpolation!r} is not one of {', '.join(get_args(Interpolation))}"
-            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as a dictionary, without those that files of the first version lack and that are unset.
+
+        Returns:
+            The fields by name, for `QuantizedModel.note(preprocessing=...)` and for JSON. `from_json` reads them.
+
+        Examples:
+            >>> sorted(adalog.Preprocessing().to_json())
+            ['interpolation', 'mean', 'rescale', 'resize', 'size', 'std']
+        """
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if name not in _LATER or value != _LATER[name]}
 
     @staticmethod
     def from_json(fields: Any) -> "Preprocessing":
-        """Return the preprocessing that a dictionary describes: the inverse of `dataclasses.asdict`.
+        """Return the preprocessing that a dictionary describes: the inverse of `to_json` and `dataclasses.asdict`.
 
         Args:
-            fields: All fields by name. Lists, as JSON has them, are read as tuples.
+            fields: The fields by name. Lists, as JSON has them, are read as tuples.
 
         Returns:
             The preprocessing.
@@ -180,12 +216,17 @@ class Preprocessing:
             ValueError: If a field is missing, unknown or invalid.
         """
         names = {field.name for field in dataclasses.fields(Preprocessing)}
-        if not isinstance(fields, dict) or fields.keys() != names:
-            raise ValueError(f"a preprocessing has the fields {', '.join(sorted(names))}")
+        if not isinstance(fields, dict) or not names - _LATER.keys() <= fields.keys() <= names:
+            raise ValueError(
+                f"a preprocessing has the fields {', '.join(sorted(names - _LATER.keys()))}, and may have "
+                f"{', '.join(sorted(_LATER))}"
+            )
         given: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
         }
-        for name in ("size", "resize", "mean", "std", "rescale"):
+        if given.get("fill") is None:
+            given.pop("fill", None)
+        for name in ("size", "resize", "mean", "std", "rescale", *(["fill"] if "fill" in given else [])):
             single = name == "rescale" or (name == "resize" and not isinstance(given[name], tuple))
             numbers = (given[name],) if single else given[name]
             kinds = (int,) if name in ("size", "resize") else (int, float)
@@ -198,7 +239,7 @@ class Preprocessing:
         """Prepare an image.
 
         Args:
-            image: An RGB image of any size.
+            image: An image of any size. Other modes than RGB are converted as `read_image` converts files.
 
         Returns:
             The prepared image, float32, (3, H, W).
@@ -206,6 +247,8 @@ class Preprocessing:
         Raises:
             DataError: If the image is too long and thin to be resized.
         """
+        if image.mode != "RGB":
+            image = _to_rgb(image, image.format)
         width, height = self._resized(*image.size)
         if width * height > _MOST_RESIZED:
             raise DataError(
@@ -213,20 +256,46 @@ class Preprocessing:
                 "crop it, or leave it out"
             )
         image = image.resize((width, height), Image.Resampling[self.interpolation.upper()])
-        top, left = round((height - self.size[0]) / 2), round((width - self.size[1]) / 2)
-        image = image.crop((left, top, left + self.size[1], top + self.size[0]))
-        pixels = (
-            torch.from_numpy(np.array(image)).permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
-        )
+        top, left = self._start(height, self.size[0]), self._start(width, self.size[1])
+        inside = (max(left, 0), max(top, 0), min(left + self.size[1], width), min(top + self.size[0], height))
+        pixels = torch.from_numpy(np.array(image.crop(inside))).permute(2, 0, 1)
+        pixels = pixels.to(torch.float32, memory_format=torch.contiguous_format)
+        if pixels.shape[1:] != self.size:
+            whole = torch.tensor(self.fill).view(3, 1, 1).repeat(1, *self.size)
+            rows, columns = slice(max(-top, 0), max(-top, 0) + pixels.shape[1]), max(-left, 0)
+            whole[:, rows, columns : columns + pixels.shape[2]] = pixels
+            pixels = whole
+        if self.channels == "bgr":
+            pixels = pixels.flip(0)
         mean, std = torch.tensor(self.mean).view(3, 1, 1), torch.tensor(self.std).view(3, 1, 1)
         return (pixels * self.rescale - mean) / std
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
-        """Return (width, height) after resizing; the longer side is rounded down, as in torchvision."""
+        """Return (width, height) after resizing; the side that `resize` leaves open is rounded down, as in torchvision.
+
+        Both sides are rounded to the nearest for "cover" and "contain", as in timm.
+        """
         if not isinstance(self.resize, int):
-            return self.resize[1], self.resize[0]
+            if self.fit == "stretch":
+                return self.resize[1], self.resize[0]
+            ratios = height / self.resize[0], width / self.resize[1]
+            ratio = min(ratios) if self.fit == "cover" else max(ratios)
+            return max(round(width / ratio), 1), max(round(height / ratio), 1)
         longer = int(self.resize * max(width, height) / min(width, height))
         return (self.resize, longer) if width <= height else (longer, self.resize)
+
+    def _start(self, resized: int, size: int) -> int:
+        """Return where a side of the crop begins in the resized image; negative by the padding before the image."""
+        if self.position == "top-left":
+            return 0
+        if resized < size:
+            return -((size - resized) // 2)
+        return (resized - size) // 2 if self.position == "center-floor" else round((resized - size) / 2)
+
+
+# Fields whose values are words, and the fields that files of the first version lack, with their defaults.
+_WORDS: dict[str, Any] = {"interpolation": Interpolation, "fit": Fit, "position": Position, "channels": Channels}
+_LATER: dict[str, Any] = {"fit": "stretch", "position": "center", "fill": None, "channels": "rgb"}
 
 
 def side_before_crop(side: int, crop_share: float) -> int:

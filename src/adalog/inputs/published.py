@@ -7,27 +7,29 @@ libraries repeat a hopeless request for a minute.
 import difflib
 import types
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import nn
 
 from adalog.errors import DataError
 from adalog.extras import extra_module
-from adalog.inputs.images import Preprocessing, side_before_crop
+from adalog.inputs.images import Preprocessing
 from adalog.inputs.refusals import SHOWN, listed, refusal
+from adalog.inputs.transforms import check_channels, of_processor, of_timm, of_torchvision, pair
 
 OTHER_WEIGHTS = "give --checkpoint FILE, or --no-pretrained for random weights"
 PATIENCE = 5  # seconds to wait for a server to respond
 _WEIGHTS = "the pretrained weights of "  # before a name
-_HALF = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 
 
-def from_timm(name: str, pretrained: bool) -> tuple[nn.Module, Preprocessing]:
-    """Load a model of timm by its name. Raises DataError."""
+def from_timm(name: str, pretrained: bool, classes: int | None = None) -> tuple[nn.Module, Preprocessing]:
+    """Load a model of timm by its name.
+
+    classes: the number of classes, or None for the model's own. Raises DataError.
+    """
     timm = extra_module("timm", "timm")
     architecture = name.partition(".")[0]
     if not timm.is_model(architecture):
@@ -44,45 +46,40 @@ def from_timm(name: str, pretrained: bool) -> tuple[nn.Module, Preprocessing]:
         if pretrained and repository and file is None:
             _reach_hub()
         overlay = None if file is None else {"file": file}
-        module = timm.create_model(name, pretrained=pretrained, pretrained_cfg_overlay=overlay)
-    given = timm.data.resolve_model_data_config(module)
-    channels, height, width = given["input_size"]
-    _only_rgb(f"timm:{name}", channels)
-    resize: int | tuple[int, int] = side_before_crop(max(height, width), given["crop_pct"])
-    if given["crop_mode"] not in ("center", "squash"):
-        raise DataError(
-            f"timm:{name} prepares images by crop_mode {given['crop_mode']!r}, which Preprocessing does not support: "
-            "return (module, Preprocessing) from your own path.py:function"
-        )
-    if given["crop_mode"] == "squash":
-        resize = (side_before_crop(height, given["crop_pct"]), side_before_crop(width, given["crop_pct"]))
-    mean, std = _three(given["mean"]), _three(given["std"])
-    return module, Preprocessing((height, width), resize, mean, std, given["interpolation"])
+        own = {} if classes is None else {"num_classes": classes}
+        module = timm.create_model(name, pretrained=pretrained, pretrained_cfg_overlay=overlay, **own)
+    return module, of_timm(f"timm:{name}", timm.data.resolve_model_data_config(module))
 
 
-def from_torchvision(name: str, pretrained: bool) -> tuple[nn.Module, Preprocessing]:
-    """Load a model of torchvision by its name. Raises DataError."""
+def from_torchvision(name: str, pretrained: bool, classes: int | None = None) -> tuple[nn.Module, Preprocessing]:
+    """Load a model of torchvision by its name.
+
+    classes: the number of classes, or None for the model's own. Raises DataError.
+    """
     models = extra_module("torchvision", "timm").models
     names = models.list_models(module=models)
     if name not in names:
         raise _unknown("torchvision", name, names)
     weights = models.get_model_weights(name).DEFAULT
-    given = weights.transforms()
-    size, mean, std = _pair(given.crop_size), _three(given.mean), _three(given.std)
+    preprocessing = of_torchvision(weights.transforms())
+    side = preprocessing.size[0]
     with refusal(f"{_WEIGHTS * pretrained}torchvision:{name} cannot be loaded", OTHER_WEIGHTS):
         if pretrained and not Path(torch.hub.get_dir(), "checkpoints", weights.url.rpartition("/")[2]).exists():
             urllib.request.urlopen(urllib.request.Request(weights.url, method="HEAD"), timeout=PATIENCE).close()
         if pretrained:  # by default torchvision would unpickle whatever its cache holds
             weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
-        module = models.get_model(name, weights=weights if pretrained else None, progress=False)
-        if getattr(module, "image_size", size[0]) != size[0]:  # the default size may differ
-            module = models.get_model(name, weights=None, image_size=size[0])
-    resize = given.resize_size[0] if len(given.resize_size) == 1 else _pair(given.resize_size)
-    return module, Preprocessing(size, resize, mean, std, given.interpolation.value)
+        own = {} if classes is None else {"num_classes": classes}
+        module = models.get_model(name, weights=weights if pretrained else None, progress=False, **own)
+        if getattr(module, "image_size", side) != side:  # the default size may differ
+            module = models.get_model(name, weights=None, image_size=side, **own)
+    return module, preprocessing
 
 
-def from_hf(name: str, pretrained: bool) -> tuple[nn.Module, Preprocessing]:
-    """Load a model of transformers from a folder, or from the hub by its ID. Raises DataError."""
+def from_hf(name: str, pretrained: bool, classes: int | None = None) -> tuple[nn.Module, Preprocessing]:
+    """Load a model of transformers from a folder, or from the hub by its ID.
+
+    classes: the number of classes, or None for the model's own. Raises DataError.
+    """
     transformers = extra_module("transformers", "hf")
     folder = Path(name).expanduser()
     with refusal(f"hf:{name} cannot be found", "give a folder that save_pretrained wrote"):  # a name may be too long
@@ -107,7 +104,9 @@ def from_hf(name: str, pretrained: bool) -> tuple[nn.Module, Preprocessing]:
     with refusal(f"the config of hf:{name} cannot be loaded", "give hf:DIR, a folder that save_pretrained wrote"):
         config = fetch(transformers.AutoConfig.from_pretrained)
         config.dtype = torch.float32  # whatever type the weights are stored in
-        _only_rgb(f"hf:{name}", getattr(config, "num_channels", 3))
+        if classes is not None:
+            config.num_labels = classes
+        check_channels(f"hf:{name}", getattr(config, "num_channels", 3))
         config.architectures = config.architectures or []  # transformers iterates over them
         classifies = any("ForImageClassification" in architecture for architecture in config.architectures)
         if not config.architectures:
@@ -133,56 +132,34 @@ def _hf_preprocessing(
     transformers: types.ModuleType, fetch: Callable[..., Any], folder: Path, config: Any
 ) -> Preprocessing:
     """Return the preprocessing of preprocessor_config.json, or else the defaults of the model's processor."""
-    size = _pair(getattr(config, "image_size", None) or 224)
-    given: Mapping[str, Any] = {**_HALF, "resample": Image.Resampling.BILINEAR}
     files = ("preprocessor_config.json", "processor_config.json")
-    stored = not folder.is_dir() or any((folder / file).exists() for file in files)
-    if stored:
+    own = config.model_type == "timm_wrapper"  # its config.json holds timm's settings
+    if own or not folder.is_dir() or any((folder / file).exists() for file in files):
         try:
-            given = fetch(transformers.AutoImageProcessor.from_pretrained).to_dict()
+            return of_processor(fetch(transformers.AutoImageProcessor.from_pretrained))
         except OSError:  # the hub has no such file
             if folder.is_dir():
                 raise
-            stored = False
-    if not stored:
-        try:
-            choices = transformers.IMAGE_PROCESSOR_MAPPING[type(config)]
-        except KeyError:
-            choices = ()
-        for choice in choices.values() if isinstance(choices, Mapping) else choices:
-            try:  # a processor may need a package that is not installed
-                given = choice().to_dict()
-            except (ImportError, TypeError):
+    size = pair(getattr(config, "image_size", None) or 224)
+    try:
+        choices = transformers.IMAGE_PROCESSOR_MAPPING[type(config)]
+    except KeyError:
+        choices = ()
+    refusal_of_all = None
+    for choice in choices.values() if isinstance(choices, Mapping) else choices:
+        for sizes in ({"height": size[0], "width": size[1]}, {"shortest_edge": min(size)}):
+            try:  # a processor may need a package that is not installed, or sizes of another kind
+                preprocessing = of_processor(choice(size=sizes, crop_size=None, do_center_crop=False))
+            except (ImportError, TypeError, ValueError):
                 continue
-            break
-        given = {**given, "size": {"height": size[0], "width": size[1]}, "do_center_crop": False}
-    return _from_processor(given, size)
-
-
-def _from_processor(given: Mapping[str, Any], size: tuple[int, int]) -> Preprocessing:
-    """Convert a processor of transformers, given as a dictionary.
-
-    size: (H, W) that the model takes, used if the processor does not set a size.
-    """
-    wanted, crop = given.get("size") or {}, given.get("crop_size")
-    edge = wanted.get("shortest_edge")
-    exact = (wanted["height"], wanted["width"]) if "height" in wanted else None
-    if given.get("do_center_crop") and crop:
-        size = (crop["height"], crop["width"]) if isinstance(crop, Mapping) else _pair(crop)
-    elif exact is not None:
-        size = exact
-    resize = edge or exact or size
-    if not given.get("do_resize", True):
-        resize = size
-    normalises = given.get("do_normalize", True)
-    return Preprocessing(
-        size=size,
-        resize=resize,
-        mean=_three(given["image_mean"] if normalises else (0, 0, 0)),
-        std=_three(given["image_std"] if normalises else (1, 1, 1)),
-        interpolation=Image.Resampling(int(given.get("resample", 2))).name.lower(),  # type: ignore[arg-type]
-        rescale=float(given.get("rescale_factor", 1 / 255)) if given.get("do_rescale", True) else 1.0,
-    )
+            except DataError as cause:
+                refusal_of_all = refusal_of_all or cause
+                continue
+            if preprocessing.size == size:
+                return preprocessing
+    if refusal_of_all is not None:
+        raise refusal_of_all
+    return Preprocessing(size, size, (0.5,) * 3, (0.5,) * 3, "bilinear")
 
 
 def _unknown(package: str, name: str, known: Iterable[str]) -> DataError:
@@ -202,21 +179,3 @@ def _reach_hub() -> None:
     """Raise at once if the hub cannot be reached or is switched off; a download would raise only after many retries."""
     hub = extra_module("huggingface_hub", "hf")
     hub.utils.get_session().head(hub.constants.ENDPOINT, timeout=PATIENCE)
-
-
-def _only_rgb(spec: str, channels: int) -> None:
-    if channels != 3:
-        raise DataError(
-            f"{spec} takes images with {channels} channels, but adalog only loads models for 3: choose another"
-        )
-
-
-def _pair(side: int | Sequence[int]) -> tuple[int, int]:
-    """Return (H, W) from one side of a square, or from both sides."""
-    sides = (side,) if isinstance(side, int) else tuple(side)
-    return sides[0], sides[-1]
-
-
-def _three(values: Sequence[float]) -> tuple[float, float, float]:
-    red, green, blue = (float(value) for value in values)
-    return red, green, blue

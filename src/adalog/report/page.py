@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from adalog import artifact
 from adalog.config import Config
+from adalog.inputs.images import Preprocessing
 from adalog.inputs.zoo import DEMO_PREPROCESSING
 from adalog.ledger import float_lines
 from adalog.methods import METHODS
@@ -238,13 +239,21 @@ def _method(config: Config) -> str | None:
     return None
 
 
+def _is_of_demo(preprocessing: Any) -> bool:
+    """Return True if a recorded preprocessing is that of the bundled model."""
+    try:
+        return Preprocessing.from_json(preprocessing) == DEMO_PREPROCESSING
+    except ValueError:
+        return False
+
+
 def _command(subject: Subject) -> str | None:
     """Return the command that made the file, as far as the file records it; None if no method has its settings."""
     config, told = subject.quantized.config, subject.quantized.provenance
     method = _method(config)
     if method is None:
         return None
-    bundled = told.get("preprocessing") == json.loads(json.dumps(asdict(DEMO_PREPROCESSING)))
+    bundled = _is_of_demo(told.get("preprocessing"))
     words = ["adalog", "quantize", *(["demo"] if bundled else ["MODEL", "--data", "IMAGES"])]
     words += ["--bits", config.bits, "--method", method, "--images", str(config.images)]
     preset = Config.preset(config.bits, method)
