@@ -282,6 +282,102 @@ def test_checkpoints(tmp_path, weights, name, save, wrap):
     assert all(torch.equal(found[key], value) for key, value in weights.items())
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: prefixed(state, "_orig_mod."),
+        lambda state: prefixed(state, "module._orig_mod."),
+        lambda state: {"state_dict": prefixed(state, "model."), "epoch": 1, "callbacks": {"best": torch.ones(1)}},
+        lambda state: {"state_dict": {**prefixed(state, "net.vit."), "criterion.weight": torch.ones(10)}},
+        lambda state: prefixed(state, "backbone."),
+        lambda state: prefixed(state, "base_model.model."),
+        lambda state: {"model_ema": state},
+        lambda state: {"net": state, "acc": 0.9},
+        lambda state: {"checkpoint": {"weights": prefixed(state, "module.")}},
+        lambda state: {"model": state, "model_ema": {name: value + 1 for name, value in state.items()}},
+        lambda state: {"net": state, "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}}},
+        lambda state: {**state, "total_ops": torch.zeros(1), "blocks.0.total_params": torch.zeros(1)},
+        lambda state: {name: value.half().float() if value.ndim < 1 else value for name, value in state.items()},
+    ],
+)
+def test_checkpoints_of_other_tools(tmp_path, weights, wrap):
+    torch.save(wrap(weights), tmp_path / "w.pth")
+    loaded = load_model("demo", checkpoint=tmp_path / "w.pth").module.state_dict()
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[key], value) for key, value in weights.items())
+
+
+def prefixed(state, prefix):
+    return {prefix + name: value for name, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "told"),
+    [
+        (lambda state: {"student": state, "teacher": state}, "has weights of demo under student, teacher: save only"),
+        (
+            lambda state: prefixed(state, "a.") | prefixed(state, "b."),
+            "has weights of demo under a, b: save only those that you want to use",
+        ),
+        (
+            lambda state: {"model_ema": prefixed(dict(list(state.items())[1:]), "module.")},
+            "does not fit demo: missing pos_embed; use the weights of this model, or give the model of these",
+        ),
+        (
+            lambda state: {**state, "head.weight": (100 * state["head.weight"]).to(torch.int8)},
+            "codes of another tool head.weight of torch.int8 instead of torch.float32; use",
+        ),
+        (
+            lambda state: {**state, "head.weight": state["head.weight"].to(torch.int64)},
+            "codes of another tool head.weight of torch.int64",
+        ),
+        (lambda state: {**state, "head.bias": state["head.bias"] / 0}, "tensor head.bias contains"),
+        (
+            lambda state: {**state, "head.weight": -state["head.weight"].abs() / 0},
+            "head.weight contains infinite values",
+        ),
+    ],
+)
+def test_checkpoints_of_other_tools_that_are_refused(tmp_path, weights, wrap, told):
+    torch.save(wrap(weights), tmp_path / "w.pth")
+    message = refused("demo", checkpoint=tmp_path / "w.pth")
+    assert told in message
+    assert message.startswith(str(tmp_path / "w.pth"))
+
+
+def test_counters_of_batches_that_old_files_lack(tmp_path):
+    module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4))
+    state = {name: value + 1 for name, value in module.state_dict().items() if "num_batches" not in name}
+    torch.save(state, tmp_path / "w.pth")
+    loaded = load_weights(module, tmp_path / "w.pth", "own").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_fine_tuned_checkpoint_has_its_own_number_of_classes(tmp_path, prefix):
+    state = load_model(TINY, pretrained=False, seed=3).module.state_dict()
+    state |= {"head.weight": torch.randn(7, 64), "head.bias": torch.randn(7)}
+    torch.save(prefixed(state, prefix), tmp_path / "w.pth")
+    module = load_model(TINY, checkpoint=tmp_path / "w.pth").module
+    assert torch.equal(module.head.weight, state["head.weight"])
+    assert torch.equal(module.cls_token, state["cls_token"])
+    assert module(torch.zeros(1, 3, 160, 160)).shape == (1, 7)
+
+
+def test_a_fine_tuned_checkpoint_of_transformers(saved, tmp_path):
+    folder, _ = saved
+    state = load_file(folder / "model.safetensors")
+    state |= {"classifier.weight": torch.randn(4, 48), "classifier.bias": torch.randn(4)}
+    save_file(state, tmp_path / "w.safetensors")
+    module = load_model(f"hf:{folder}", checkpoint=tmp_path / "w.safetensors").module
+    assert torch.equal(module.classifier.weight, state["classifier.weight"])
+    state["classifier.weight"] = state["classifier.weight"].to(torch.int8)
+    save_file(state, tmp_path / "w.safetensors")
+    assert "codes of another tool classifier.weight of torch.int8" in refused(
+        f"hf:{folder}", checkpoint=tmp_path / "w.safetensors"
+    )
+
+
 def test_a_checkpoint_needs_no_download(hub, tmp_path):
     state = load_model(TINY, pretrained=False, seed=3).module.state_dict()
     save_file(state, tmp_path / "w.safetensors")

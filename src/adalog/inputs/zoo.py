@@ -8,7 +8,7 @@ import inspect as signatures
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -65,10 +65,13 @@ def load_model(spec: str, *, pretrained: bool = True, checkpoint: Path | None = 
         warnings.simplefilter("ignore")  # warnings of other packages do not concern the user
         module, preprocessing = _build(spec, pretrained, checkpoint is None)
         if checkpoint is not None:
-            load_weights(module, checkpoint, spec)
+            module = load_weights(module, checkpoint, spec, _rebuild(spec))
+    weights = dict(module.named_parameters())
     for name, value in module.state_dict().items():
         if isinstance(value, Tensor) and bool(value.isnan().any()):
             raise DataError(f"{checkpoint or spec}: tensor {name} contains NaN: use other weights")
+        if name in weights and bool(value.isinf().any()):  # a buffer may be a mask, whose values are infinite
+            raise DataError(f"{checkpoint or spec}: tensor {name} contains infinite values: use other weights")
     return LoadedModel(module.float().eval(), preprocessing, spec)
 
 
@@ -119,18 +122,29 @@ def is_model(text: str) -> bool:
 _Built = tuple[nn.Module, Preprocessing | None]
 
 
-def _build(spec: str, pretrained: bool, weights: bool) -> _Built:
-    """Build the model of a name. weights: False if a checkpoint replaces the pretrained weights."""
+def _rebuild(spec: str) -> Callable[[int], nn.Module] | None:
+    """Return the function that builds a published model for a number of classes; None for other models."""
+    if spec.partition(":")[0] not in ("timm", "torchvision", "hf"):
+        return None
+    return lambda classes: _build(spec, False, False, classes)[0]
+
+
+def _build(spec: str, pretrained: bool, weights: bool, classes: int | None = None) -> _Built:
+    """Build the model of a name.
+
+    weights: False if a checkpoint replaces the pretrained weights. classes: the number of classes of a published
+    model, or None for its own.
+    """
     kind, _, name = spec.partition(":")
     path, _, function = spec.rpartition(":")
     if spec == "demo":
         return demo.load_model() if pretrained and weights else DemoViT(), DEMO_PREPROCESSING
     if name and kind == "timm":
-        return from_timm(name, pretrained and weights)
+        return from_timm(name, pretrained and weights, classes)
     if name and kind == "torchvision":
-        return from_torchvision(name, pretrained and weights)
+        return from_torchvision(name, pretrained and weights, classes)
     if name and kind == "hf":
-        return from_hf(name, pretrained and weights)
+        return from_hf(name, pretrained and weights, classes)
     if path.endswith(".py"):
         if not pretrained:
             raise DataError(
