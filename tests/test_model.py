@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import functools
+import io
 import math
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 
 import adalog
 import zoo
-from adalog import Calibration, CalibrationError, Config, QuantizedModel, Search, quantize
+from adalog import ArtifactError, Calibration, CalibrationError, Config, QuantizedModel, Search, quantize
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Output
 from adalog.graph.sites import find_sites
@@ -372,3 +374,99 @@ def test_the_bundled_calibration_images_are_not_test_images():
     assert test.shape == (2000, 3, 32, 32)
     distance = torch.cdist(calibration.flatten(1), test.flatten(1))
     assert distance.min() > 1
+
+
+# --- state dicts and copies ------------------------------------------------------------------------------------------
+
+
+QUICK = Config(images=8, search=Search(rounds=1, steps=0), stages=())
+ROWS = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+
+
+def small(seed, bits=4, width=8):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, 5))
+    return quantize(model.eval(), ROWS, dataclasses.replace(QUICK, weight_bits=bits, activation_bits=bits))
+
+
+def stored_by_torch(value, **options):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_a_state_dict_holds_the_whole_model(bits):
+    one, other = small(1), small(2, bits)
+    assert not torch.equal(one(ROWS), other(ROWS))
+    other.load_state_dict(stored_by_torch(one.state_dict()))
+    assert torch.equal(one(ROWS), other(ROWS))
+    assert serialise(one) == serialise(other)
+    assert one.config == other.config
+
+
+def test_a_state_dict_of_a_model_that_contains_it():
+    one, other = (nn.Sequential(small(seed), nn.Flatten(), nn.Linear(5, 2)) for seed in (1, 2))
+    assert list(one.state_dict()) == ["0._extra_state", "2.weight", "2.bias"]
+    other.load_state_dict(stored_by_torch(one.state_dict()))
+    assert torch.equal(one(ROWS), other(ROWS))
+
+
+def test_a_state_dict_keeps_the_dtype_of_the_model_that_loads_it():
+    one, other = small(1), small(2).double()
+    other.load_state_dict(one.state_dict())
+    assert other(ROWS.double()).dtype == torch.float64
+    torch.testing.assert_close(other(ROWS.double()).float(), one(ROWS))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda state: state.clear(), RuntimeError, "Missing key"),
+        (lambda state: state.update(extra=torch.ones(2)), RuntimeError, "Unexpected key"),
+        (lambda state: state.update(_extra_state=state["_extra_state"][:-9]), ArtifactError, "_extra_state"),
+        (lambda state: state.update(_extra_state=torch.zeros(8)), ArtifactError, "load what state_dict"),
+        (lambda state: state.update(_extra_state=b"codes"), ArtifactError, "load what state_dict"),
+    ],
+)
+def test_a_state_dict_that_is_not_complete_is_refused(change, error, message):
+    model = small(1)
+    before, state = model(ROWS), model.state_dict()
+    change(state)
+    with pytest.raises(error, match=message):
+        model.load_state_dict(state)
+    assert torch.equal(model(ROWS), before)
+
+
+def test_a_state_dict_of_another_model_is_refused():
+    torch.manual_seed(0)
+    other = quantize(nn.Sequential(nn.Linear(16, 5)).eval(), ROWS, QUICK)
+    with pytest.raises(ArtifactError, match="holds another model, with 1 sites instead of 2"):
+        small(1).load_state_dict(other.state_dict())
+    with pytest.raises(ArtifactError, match="holds another model"):
+        small(1).load_state_dict(small(1, width=12).state_dict())
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        lambda model: pickle.loads(pickle.dumps(model)),
+        lambda model: stored_by_torch(model, weights_only=False),
+    ],
+)
+def test_copies_are_equal_and_independent(copied):
+    model = small(1)
+    model.note(name="first")
+    again = copied(model)
+    assert serialise(again) == serialise(model)
+    expected = model(ROWS)
+    again.double()
+    assert torch.equal(model(ROWS), expected)
+    torch.testing.assert_close(again(ROWS.double()).float(), expected)
+
+
+def test_torch_load_without_code_names_the_class():
+    with pytest.raises(pickle.UnpicklingError, match="QuantizedModel"):
+        stored_by_torch(small(1))

@@ -24,8 +24,9 @@ class QuantizedModel(nn.Module):
     """A model whose multiplications have quantized operands, with the inputs and outputs of the original model.
 
     Calling it computes by fake quantization in float32. `compile` returns a model that computes the products in
-    integers. The tensors belong to `program`: `parameters()` and `state_dict()` are empty, but `.to` and `.double`
-    work. `adalog.quantize` and `adalog.load` return models of this class.
+    integers. The tensors belong to `program`: `parameters()` is empty, but `.to` and `.double` work. `state_dict()`
+    holds the artifact as one tensor of bytes, which `load_state_dict` restores exactly. `adalog.quantize` and
+    `adalog.load` return models of this class.
 
     Args:
         quantized: The quantized program to run.
@@ -136,6 +137,41 @@ class QuantizedModel(nn.Module):
         self.quantized = self.quantized.map_tensors(fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+    def get_extra_state(self) -> Tensor:
+        """Return the bytes of the artifact, which `state_dict` holds under the key `_extra_state`.
+
+        Returns:
+            The bytes that `save` writes, uint8, (bytes,).
+
+        Raises:
+            ArtifactError: If the model cannot be stored.
+        """
+        return torch.frombuffer(bytearray(artifact.serialise(self.quantized)), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restore the model from the bytes that `state_dict` holds; `load_state_dict` calls it.
+
+        Args:
+            state: The bytes of an artifact with the inputs and sites of this model, uint8, (bytes,). Bits and
+                quantizers may differ.
+
+        Raises:
+            ArtifactError: If the bytes are not a valid artifact, or if it is the artifact of another model.
+        """
+        if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
+            raise ArtifactError("_extra_state does not hold the bytes of an artifact: load what state_dict() returned")
+        loaded = artifact.deserialise(state.cpu().numpy().tobytes(), "_extra_state of the state dict")
+        own, other = ([(row.site, row.role) for row in each.ledger] for each in (self.quantized, loaded))
+        tensors, others = self.program.tensors, loaded.program.tensors
+        same = all(tensors[name].shape == others[name].shape for name in tensors.keys() & others.keys())
+        if own != other or not same or self.quantized.shapes() != loaded.shapes():
+            raise ArtifactError(
+                f"the state dict holds another model, with {len(other)} sites instead of {len(own)} or with other "
+                "names or shapes: load it into that model, or save the model as a file with save and use adalog.load"
+            )
+        now = next((value for value in self.program.tensors.values() if value.is_floating_point()), torch.zeros(()))
+        self.quantized = loaded.map_tensors(lambda value: value.to(now if value.is_floating_point() else now.device))
 
     def compile(self, executor: str = "torch", **choices: Any) -> Compiled:  # type: ignore[override]
         """Return a model that computes the products in integers.
