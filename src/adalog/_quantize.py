@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from adalog.calibration.calibration import MEMORY, Calibration, digest
 from adalog.calibration.schedule import Progress
@@ -17,16 +18,15 @@ from adalog.config import Config
 from adalog.errors import CalibrationError
 from adalog.graph.capture import Sizes, batched, take
 from adalog.graph.submodule import as_function, check_shareable, exchange, of_first_call, record_calls
+from adalog.inputs.given import Images, as_inputs
 from adalog.inputs.images import draw_indices
 from adalog.model import QuantizedModel
 from adalog.ranks import ALONE, Ranks
 
-Images = Tensor | tuple[Tensor, ...]  # one input, or several inputs with equally many images each
-
 
 def quantize(
     model: nn.Module,
-    images: Images,
+    images: "Images | Sequence[Tensor] | DataLoader[Tensor]",
     config: Config | None = None,
     *,
     within: nn.Module | None = None,
@@ -46,7 +46,8 @@ def quantize(
         model: The model to quantize, in evaluation mode.
         images: Images (N, 3, H, W), normalised as the model expects; or a tuple of the model's inputs, (N, ...) each.
             N is at least `config.images_needed`. A random subset of that size is used: the first `config.images` of
-            it calibrate, and stages that fit weights may use all of it.
+            it calibrate, and stages that fit weights may use all of it. A list of images (3, H, W) is stacked, a list
+            of batches is joined, and a DataLoader of tensors is read until there are enough images.
         config: The bits, quantizers and search. Default: `Config.preset("w4a4")`.
         within: A model that contains `model` and takes the images. Then `model` is calibrated on the inputs that it
             gets there, in all its calls, and the quantized model takes its place in `within`.
@@ -66,8 +67,8 @@ def quantize(
     Raises:
         CaptureError: If the model cannot be exported, or uses an operation that adalog does not support.
         CalibrationError: If there are too few images, or if they or the values inside the model are not finite.
-        ValueError: If `within` does not contain the model, if a pattern of `config.pinned` matches no site, or if
-            the memory is too small.
+        ValueError: If `images` is neither of these, if `within` does not contain the model, if a pattern of
+            `config.pinned` matches no site, or if the memory is too small.
 
     Examples:
         >>> import adalog
@@ -80,7 +81,8 @@ def quantize(
     if not isinstance(config, Config):
         raise ValueError(f"config = {config!r} is not a Config: give one such as Config.preset('w4a4')")
     check_whole("jobs", jobs, 1)
-    whole = batched(sample_images(images, config.images_needed, seed))
+    inputs = as_inputs(images, model if within is None else within, config.images_needed)
+    whole = batched(sample_images(inputs, config.images_needed, seed))
     sample = take(whole, range(config.images))
     if within is None:
         calibration = Calibration(model, sample, unlabelled=whole, seed=seed, memory=memory, sizes=sizes)

@@ -1,0 +1,116 @@
+"""Turn what people pass as calibration images into the inputs of a model, or say what to pass instead."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+Images = Tensor | tuple[Tensor, ...]  # one input, or several inputs with equally many images each
+_ONE_TENSOR = "give one tensor (N, 3, H, W)"
+
+
+def as_inputs(images: Any, model: nn.Module, count: int) -> Images:
+    """Return images as one tensor, or as the tuple of a model's inputs.
+
+    A DataLoader of tensors is read up to `count` images. A list of images (C, H, W) is stacked, and a list of batches
+    (N, C, H, W) is joined: only a tuple holds several inputs. Raises ValueError for everything else.
+    """
+    if isinstance(images, Tensor):
+        return _batch(images, model)
+    if isinstance(images, tuple):
+        return _several(images, model)
+    if isinstance(images, DataLoader):
+        return _joined(_first(images, count), "a DataLoader")
+    if isinstance(images, list):
+        required = [each for each in _parameters(model) if each.default is each.empty]
+        if len(required) > 1:
+            raise ValueError(
+                f"images is a list, but {type(model).__name__} takes {len(required)} inputs: give them as a tuple of "
+                "tensors (N, ...)"
+            )
+        return _joined(images, "a list")
+    kind = type(images).__name__
+    if isinstance(images, Mapping):
+        names = ", ".join(map(str, images)) or "no key"
+        raise ValueError(f"images is a {kind} with {names}: {_ONE_TENSOR}, as images[{next(iter(images), 'NAME')!r}]")
+    if hasattr(images, "__array__"):
+        raise ValueError(f"images is a {kind}: {_ONE_TENSOR}, as torch.from_numpy(images) of float32")
+    if hasattr(images, "__getitem__") and hasattr(images, "__len__"):
+        raise ValueError(
+            f"images is a {kind}: {_ONE_TENSOR}, as torch.stack([images[i][0] for i in range({count})]) if an item is "
+            "(image, label)"
+        )
+    raise ValueError(f"images is a {kind}: {_ONE_TENSOR}, or a tuple of the model's inputs")
+
+
+def _batch(images: Tensor, model: nn.Module) -> Tensor:
+    """Return the images, unless the tensor is a single image of a model that takes batches."""
+    one = images.ndim == 3 and len(images) <= 4 and isinstance(model, nn.Module)
+    if one and any(isinstance(module, nn.Conv2d) for module in model.modules()) and _runs(model, images[None]):
+        raise ValueError(
+            f"images is one image of shape {tuple(images.shape)}: give a batch (N, 3, H, W), as images[None] for one"
+        )
+    return images
+
+
+def _several(inputs: tuple[Any, ...], model: nn.Module) -> tuple[Any, ...]:
+    """Return the inputs, unless the model takes fewer."""
+    count = len(_parameters(model))
+    if len(inputs) > count > 0:
+        raise ValueError(
+            f"images is a tuple of {len(inputs)} inputs, but {type(model).__name__} takes {count}: "
+            f"{_ONE_TENSOR}, without labels; torch.cat joins batches"
+        )
+    return inputs
+
+
+def _parameters(model: nn.Module) -> list[inspect.Parameter]:
+    """Return the positional parameters of a model's forward; none if it takes any number, or if they are unknown."""
+    try:
+        parameters = list(inspect.signature(model.forward).parameters.values())
+    except (AttributeError, TypeError, ValueError):  # not a module, or a module without a signature
+        return []
+    if any(each.kind == each.VAR_POSITIONAL for each in parameters):
+        return []
+    return [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+
+
+def _first(loader: Any, count: int) -> list[Any]:
+    """Return the first batches of a loader that hold `count` images."""
+    batches, images = [], 0
+    for batch in loader:
+        batches.append(batch)
+        single = not isinstance(batch, Tensor) or batch.ndim == 3  # an image, or something to refuse
+        images += 1 if single else len(batch)
+        if images >= count:
+            break
+    return batches
+
+
+def _joined(parts: Sequence[Any], what: str) -> Tensor:
+    """Join images (C, H, W) or batches (N, C, H, W) of equal shapes."""
+    odd = next((part for part in parts if not isinstance(part, Tensor)), None)
+    if odd is not None:
+        pairs = isinstance(odd, (tuple, list)) and odd and isinstance(odd[0], Tensor)
+        hint = f", as torch.{'cat' if odd[0].ndim == 4 else 'stack'}([x for x, _ in images])" if pairs else ""
+        raise ValueError(f"images is {what} of {type(odd).__name__}, not of tensors: {_ONE_TENSOR}{hint}")
+    shapes = {(part.ndim, tuple(part.shape[-3:])) for part in parts}
+    if len(shapes) == 1 and parts[0].ndim in (3, 4):
+        return torch.stack(list(parts)) if parts[0].ndim == 3 else torch.cat(list(parts))
+    kinds = " and ".join(sorted({str(tuple(part.shape)) for part in parts})[:3]) or "nothing"
+    raise ValueError(
+        f"images is {what} of {kinds}, which are not images of one size: {_ONE_TENSOR}, or a tuple of inputs"
+    )
+
+
+def _runs(model: nn.Module, images: Tensor) -> bool:
+    """Return True if the model takes these images."""
+    try:
+        with torch.no_grad():
+            model(images)
+    except Exception:  # the model's own code may raise any exception
+        return False
+    return True
