@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zoo
-from adalog import CaptureError
+from adalog import CaptureError, DataError
 from adalog.detection.zoo import load_detector
 from adalog.graph.capture import capture
 from adalog.graph.sites import census, find_pairs, find_sites
@@ -273,6 +273,44 @@ def test_without_a_preprocessing(own):
     assert loaded.module[1].weight.dtype == torch.float32
     with pytest.raises(CaptureError, match=r"224 x 224; for another size return \(module, Preprocessing\)"):
         inspect(loaded)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4, 13])
+def test_images_that_are_not_rgb(tmp_path, channels):
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\n"
+        "class Linear(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        f"        self.head = nn.Linear({channels * 49}, 2)\n"
+        "    def forward(self, x):\n"
+        "        return self.head(nn.functional.adaptive_avg_pool2d(x, 7).flatten(1))\n"
+        "def conv():\n"
+        f"    return nn.Sequential(nn.Conv2d({channels}, 2, 32, 32), nn.Flatten())\n"
+    )
+    s = "s" * (channels > 1)
+    message = (
+        f"takes images with {channels} channel{s}, but the command line prepares RGB images: call adalog.quantize from "
+        rf"Python with images \(N, {channels}, H, W\)"
+    )
+    for function in ("conv", "Linear"):
+        with pytest.raises(CaptureError, match=rf"own\.py:{function} {message}"):
+            inspect(load_model(f"{tmp_path / 'own.py'}:{function}"))
+    with pytest.raises(DataError, match=message):
+        _ = load_model(f"{tmp_path / 'own.py'}:conv").prepared
+
+
+def test_images_that_are_not_square(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\nfrom adalog import Preprocessing\n"
+        "def bare():\n"
+        "    return nn.Sequential(nn.Conv2d(3, 2, 16, 16), nn.Flatten(), nn.Linear(2 * 6 * 10, 5))\n"
+        "def wide():\n"
+        "    return bare(), Preprocessing((96, 160), (96, 160))\n"
+    )
+    with pytest.raises(CaptureError, match=r"224 x 224; for another size return \(module, Preprocessing\)"):
+        inspect(load_model(f"{tmp_path / 'own.py'}:bare"))
+    assert inspect(load_model(f"{tmp_path / 'own.py'}:wide"))["images"] == [3, 96, 160]
 
 
 @pytest.mark.parametrize(

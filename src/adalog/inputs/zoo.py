@@ -45,7 +45,9 @@ class LoadedModel:
 
     @property
     def prepared(self) -> Preprocessing:
-        """The preprocessing of the model's images. Raises DataError if it is not known."""
+        """The preprocessing of the model's images. Raises DataError if it is not known, or if they are not RGB."""
+        if _first_channels(self.module) not in (None, 3) and (channels := _other_channels(self)):
+            raise DataError(_not_rgb(self.name, channels))
         if self.preprocessing is None:
             raise DataError(
                 f"{self.name} does not say how to prepare images: return (module, "
@@ -96,16 +98,53 @@ def captured(loaded: LoadedModel) -> tuple[Program, Tensor]:
 
     The images have the size of the model's preprocessing, or 224 x 224 if it has none. Raises CaptureError.
     """
-    size = (224, 224) if loaded.preprocessing is None else loaded.preprocessing.size
-    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(2, 3, *_size(loaded), generator=torch.Generator().manual_seed(0))
     try:
         return capture(loaded.module, images), images
     except CaptureError as cause:
+        if channels := _other_channels(loaded):
+            raise CaptureError(_not_rgb(loaded.name, channels)) from cause
         if loaded.preprocessing is not None:
             raise
         raise CaptureError(
             f"{cause} (on images of 224 x 224; for another size return (module, Preprocessing) from the function)"
         ) from cause
+
+
+def _size(loaded: LoadedModel) -> tuple[int, int]:
+    return (224, 224) if loaded.preprocessing is None else loaded.preprocessing.size
+
+
+def _other_channels(loaded: LoadedModel) -> int:
+    """Return how many channels the images of a model have if it does not run on RGB images, or 0 if it does."""
+    device = next((value.device for value in loaded.module.parameters()), None)
+
+    def runs(channels: int) -> bool:
+        try:
+            with torch.no_grad():
+                loaded.module(torch.zeros(1, channels, *_size(loaded), device=device))
+        except Exception:  # the model's own code may raise any exception
+            return False
+        return True
+
+    if runs(3):
+        return 0
+    first = _first_channels(loaded.module)
+    if first is not None:
+        return first if first != 3 else 0
+    return next((channels for channels in range(1, 17) if runs(channels)), 0)
+
+
+def _first_channels(module: nn.Module) -> int | None:
+    """Return the number of channels that the first convolution of a model reads."""
+    return next((layer.in_channels for layer in module.modules() if isinstance(layer, nn.Conv2d)), None)
+
+
+def _not_rgb(name: str, channels: int) -> str:
+    return (
+        f"{name} takes images with {channels} channel{'s' * (channels > 1)}, but the command line prepares RGB images: "
+        f"call adalog.quantize from Python with images (N, {channels}, H, W)"
+    )
 
 
 def is_model(text: str) -> bool:
