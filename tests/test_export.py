@@ -20,6 +20,7 @@ from adalog.export.engines import open_engine
 from adalog.export.operands import _cells
 from adalog.export.replay import Replay
 from adalog.graph.capture import capture
+from adalog.graph.program import Output, Ref, given_leaves
 from adalog.graph.rewrite import group_sites, rewritten
 from adalog.graph.sites import find_sites
 from adalog.inputs.zoo import DEMO_PREPROCESSING
@@ -320,6 +321,47 @@ def test_models_of_other_outputs_than_logits(images, count):
         "argmax, or the mean of all images, at its end"
     )
     assert not found.passed
+
+
+X = Ref("x")
+
+
+@pytest.mark.parametrize(
+    ("output", "names"),
+    [
+        (X, ["logits"]),
+        ((X,), ["logits"]),
+        ((X, X), ["output_0", "output_1"]),
+        ((X, (X, None, [X])), ["output_0", "output_1", "output_2"]),
+        ({"out": X}, ["out"]),
+        ({"out": X, "aux": X, "loss": None}, ["out", "aux"]),
+        (Output(logits=X, hidden_states=(X, X), loss=None), ["logits", "hidden_states.0", "hidden_states.1"]),
+        ({"boxes": {"left": X, "right": [X]}}, ["boxes.left", "boxes.right.0"]),
+        ((X, {"aux": X}), ["output_0", "output_1.aux"]),
+    ],
+)
+def test_names_of_outputs(output, names):
+    assert written.output_names(output) == names
+    assert len(given_leaves(output)) == len(names)
+
+
+@pytest.mark.parametrize("names", [("out", "aux"), ("images", "linear"), ("logits", "x")])
+def test_outputs_in_a_dict_keep_their_names(images, names):
+    """Also those of inputs, and of values inside the file."""
+
+    def heads(self, x):
+        x = self.conv(x).flatten(1)
+        return {names[0]: self.head(x), names[1]: (self.box(x), self.box(x).relu()), "loss": None}
+
+    model = Toy(heads, conv=nn.Conv2d(3, 4, 16, 16), head=nn.Linear(16, 5), box=nn.Linear(16, 4)).eval()
+    quantized = Calibration(model, images).quantize(FAST).quantized
+    content = written.to_onnx(quantized, "integer", "digest")
+    expected = [names[0], f"{names[1]}.0", f"{names[1]}.1"]
+    expected = [f"{name}_output" if name == "images" else name for name in expected]
+    assert [value.name for value in read(content)[0].graph.output] == expected
+    found = open_engine("onnxruntime", content)({"images": images.numpy()})
+    assert [found[name].shape for name in expected] == [(len(images), 5), (len(images), 4), (len(images), 4)]
+    assert certify(quantized, "digest", content, [(images,)]).passed
 
 
 def test_cells_tell_every_threshold_apart():

@@ -8,7 +8,8 @@ was made from.
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from adalog.export.operators import NODE, RESULT, STEPS
 from adalog.export.products import Stored
 from adalog.export.replay import Form, Replay
 from adalog.extras import extra_module
-from adalog.graph.program import Output
 from adalog.quantized import QuantizedProgram
 
 OPSET = 21  # the first version with integers of four bits
@@ -141,19 +141,25 @@ def tensor_name(buffer: str) -> str:
 
 
 def _name_ends(model: Any, quantized: QuantizedProgram) -> None:
-    """Name inputs and outputs as in the program; a single input is "images", a single unnamed output is "logits"."""
+    """Name inputs and outputs as in the program; a single input is "images", a single unnamed output is "logits".
+
+    Values inside the graph make way for these names. An output with the name of an input gets the suffix "_output".
+    """
     graph, program = model.graph, quantized.program
-    output = program.output
-    ends = list(output) if isinstance(output, Output) and len(output) == len(graph.output) else None
-    if ends is None:
-        ends = ["logits"] if len(graph.output) == 1 else [f"output_{i}" for i in range(len(graph.output))]
     starts = ["images"] if len(graph.input) == 1 else list(program.inputs)
-    taken = {name for node in graph.node for name in node.output} | {each.name for each in graph.initializer}
+    ends = [f"{name}_output" if name in starts else name for name in output_names(program.output)]
+    if len(ends) != len(graph.output):  # an output that is a number, say
+        ends = [f"output_{index}" for index in range(len(graph.output))]
     names: dict[str, str] = {}
     for value, name in zip((*graph.input, *graph.output), (*starts, *ends), strict=True):
-        if name not in taken:
-            names[value.name] = name
-            value.name = name
+        names.setdefault(value.name, name)
+        value.name = names[value.name]
+    inside = {name for node in graph.node for name in node.output} | {each.name for each in graph.initializer}
+    aside = (inside - names.keys()) & set(names.values())
+    names |= {name: next(other for i in count() if (other := f"{name}.inner_{i}") not in inside) for name in aside}
+    for initializer in graph.initializer:
+        if initializer.name in aside:
+            initializer.name = names[initializer.name]
     for node in graph.node:
         node.input[:] = [names.get(name, name) for name in node.input]
         node.output[:] = [names.get(name, name) for name in node.output]
@@ -166,6 +172,35 @@ def _name_ends(model: Any, quantized: QuantizedProgram) -> None:
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param:
                 dim.dim_param = sizes.get(dim.dim_param, dim.dim_param)
+
+
+def output_names(output: Any) -> list[str]:
+    """Return a name for each tensor of an output: its keys in nested dicts, such as "logits" or "hidden_states.0".
+
+    A single tensor without a key is "logits", and the tensors of tuples without keys are "output_0", "output_1" and so
+    on, counted through nested tuples.
+    """
+    paths = list(_paths(output))
+    if not any(isinstance(step, str) for path in paths for step in path):
+        return ["logits"] if len(paths) == 1 else [f"output_{index}" for index in range(len(paths))]
+    return [
+        ".".join([f"output_{path[0]}" if isinstance(path[0], int) else path[0], *map(str, path[1:])]) for path in paths
+    ]
+
+
+def _paths(output: Any) -> Iterator[tuple[str | int, ...]]:
+    """Yield the keys and indices that lead to each tensor of an output, in the order of `given_leaves`."""
+    if isinstance(output, Mapping):
+        steps: Iterable[tuple[str | int, Any]] = output.items()
+    elif isinstance(output, (tuple, list)):
+        steps = enumerate(output)
+    else:
+        if output is not None:
+            yield ()
+        return
+    for step, value in steps:
+        for path in _paths(value):
+            yield step, *path
 
 
 # --- operators and types that PyTorch does not write -----------------------------------------------------------------
