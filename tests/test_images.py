@@ -441,8 +441,34 @@ def test_a_table(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "file,label\r\na.png,3\r\ns/b.png,4\r\n",
+        "file, label\na.png, 3\ns/b.png , 4 \n",
+        " File ,LABEL\na.png,3\ns/b.png,4\n",
+        "file;label\na.png;3\ns/b.png;4\n",
+        "label\tfile\tnote\n3\ta.png\tx,y\n4\ts/b.png\t\n",
+        "file|label\na.png|3\ns/b.png|4\n",
+        "sep=;\nfile;label\na.png;3\ns/b.png;4\n",
+        'SEP=,\r\n"file", "label"\r\n"a.png","3"\r\n"s/b.png","4"\r\n',
+        "file,label\na.png,3\ns\\b.png,4\n",
+    ],
+)
+def test_tables_as_spreadsheets_write_them(tmp_path, text):
+    folder = fill(tmp_path / "images", "a.png", "s/b.png")
+    (folder / "labels.csv").write_bytes(text.encode("utf-8-sig"))
+    images = find_images(folder)
+    assert names(images, folder) == ["a.png", "s/b.png"]
+    assert images.labels == (3, 4)
+
+
+@pytest.mark.parametrize(
     ("text", "told"),
     [
+        ("file:label\na.png:1\n", "but with 'file:label': name the columns file and label in the first line"),
+        ("image,class\na.png,1\n", "but with 'image,class'"),
+        ("sep=;\nfile;label\nmissing.png;2\n", r"labels\.csv, line 3: .*missing\.png does not exist"),
+        ("file,label\ns\\..\\..\\other.png,3\n", "is not a path below"),
         ("file,label\na.png,1\nmissing.png,2\n", r"labels\.csv, line 3: .*missing\.png does not exist"),
         ("file,label\na.png,cat\n", r"line 2: label 'cat' is not a class index"),
         ("file,label\na.png,-1\n", "label '-1' is not"),
@@ -470,6 +496,44 @@ def test_a_wrong_table_is_refused(tmp_path, text, told):
     (folder / "labels.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DataError, match=told):
         find_images(folder)
+
+
+def test_a_link_to_nothing_is_refused(tmp_path):
+    """Without the class b, the label of c would be that of b."""
+    fill(tmp_path, "a/x.png", "c/z.png")
+    (tmp_path / "b").symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"b is a link to .*gone, which does not exist: remove it"):
+        find_images(tmp_path)
+    (tmp_path / "b").unlink()
+    (tmp_path / "a" / "y.png").symlink_to("../../y.png")
+    with pytest.raises(DataError, match=r"a/y\.png is a link to .*y\.png, which does not exist"):
+        find_images(tmp_path)
+
+
+def test_links_in_circles(tmp_path):
+    fill(tmp_path, "a/x.png", "b/y.png")
+    images = find_images(tmp_path)
+    (tmp_path / "again").symlink_to(tmp_path)
+    assert find_images(tmp_path) == images
+    (tmp_path / "round").symlink_to("square")
+    (tmp_path / "square").symlink_to("round")
+    with pytest.raises(DataError, match="round"):
+        find_images(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["a", "c"])
+def test_two_links_to_one_class_are_refused(tmp_path, target):
+    fill(tmp_path, "a/x.png", "b/y.png", ".hidden/c/z.png")
+    (tmp_path / "c").symlink_to(tmp_path / ".hidden" / "c")
+    (tmp_path / "d").symlink_to(tmp_path / target)
+    with pytest.raises(DataError, match=rf"d and .*{target} are the same folder: remove one of them"):
+        find_images(tmp_path)
+
+
+def test_a_folder_that_a_link_names(tmp_path):
+    fill(tmp_path / "images", "a/x.png", "b/y.png")
+    (tmp_path / "link").symlink_to(tmp_path / "images")
+    assert find_images(tmp_path / "link").labels == find_images(tmp_path / "images").labels == (0, 1)
 
 
 def test_a_folder_of_no_layout_is_refused(tmp_path):

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Any, BinaryIO, Literal, TextIO, get_args
 
 import numpy as np
 import torch
@@ -466,10 +466,25 @@ def find_support(data: str | Path, support: str | Path | None) -> tuple[ImageSet
 
 
 def _list(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the sorted names of a folder's files and of its subfolders, without hidden ones; follow links."""
+    """Return the sorted names of a folder's files and of its subfolders, without hidden ones; follow links.
+
+    A link to the folder itself or to a folder above it is skipped. Raises DataError for a link whose target is missing,
+    because a class without its link may shift the labels of later classes, and for two links to one subfolder.
+    """
+    files, folders, above = list[str](), dict[Path, str](), {folder.resolve(), *folder.resolve().parents}
     with os.scandir(folder) as found:
-        entries = sorted((entry.name, entry.is_dir()) for entry in found if not entry.name.startswith("."))
-    return [name for name, is_folder in entries if not is_folder], [name for name, is_folder in entries if is_folder]
+        entries = sorted((entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name)
+    for entry in entries:
+        target = Path(os.path.realpath(entry)) if entry.is_symlink() else folder.resolve() / entry.name
+        if entry.is_symlink() and not target.exists():
+            raise DataError(f"{entry.path} is a link to {target}, which does not exist: remove it, or link to a file")
+        if not entry.is_dir():
+            files.append(entry.name)
+        elif target in folders:
+            raise DataError(f"{entry.path} and {folder / folders[target]} are the same folder: remove one of them")
+        elif target not in above:
+            folders[target] = entry.name
+    return files, list(folders.values())
 
 
 def _images(names: Sequence[str]) -> list[str]:
@@ -482,17 +497,16 @@ def _read_table(folder: Path, table: Path) -> ImageSet:
         raise DataError(f"{table} is not a regular file: remove it")
     try:
         with table.open(encoding="utf-8-sig", newline="") as lines:
-            reader = csv.DictReader(lines)
-            if not {"file", "label"} <= set(reader.fieldnames or ()):
-                raise DataError(f"{table} does not begin with the columns file,label: add them as its first line")
-            rows = [(reader.line_num, row["file"] or "", (row["label"] or "").strip()) for row in reader]
+            rows = list(_rows(table, lines))
     except (UnicodeDecodeError, csv.Error) as cause:
         raise DataError(f"{table} is not a CSV file in UTF-8: {cause}; save it as UTF-8") from cause
     labels: dict[str, int] = {}
-    for line, name, label in rows:
+    for line, written, label in rows:
         where = f"{table}, line {line}"
-        if not name or PureWindowsPath(name).anchor or ".." in Path(name).parts:
-            raise DataError(f"{where}: {name!r} is not a path below {folder}: give paths relative to the folder")
+        if not written or PureWindowsPath(written).anchor or ".." in PureWindowsPath(written).parts:
+            raise DataError(f"{where}: {written!r} is not a path below {folder}: give paths relative to the folder")
+        slashed = written.replace("\\", "/")  # as Windows writes paths
+        name = slashed if not (folder / written).is_file() and (folder / slashed).is_file() else written
         if not (folder / name).is_file():
             raise DataError(f"{where}: {folder / name} does not exist: remove the line, or add the file")
         image = PurePosixPath(name).as_posix()
@@ -505,3 +519,27 @@ def _read_table(folder: Path, table: Path) -> ImageSet:
         raise DataError(f"{table} lists no images: add lines of file,label, or remove it")
     names = sorted(labels, key=lambda name: PurePosixPath(name).parts)
     return ImageSet(tuple(folder / name for name in names), tuple(labels[name] for name in names))
+
+
+def _rows(table: Path, lines: TextIO) -> Iterator[tuple[int, str, str]]:
+    """Yield (number of the line, file, label) for each row of a CSV file, whatever separates its columns.
+
+    Spreadsheets separate columns by semicolons in many countries, or by tabs, and may name the separator in a first
+    line such as sep=;. Names of columns may have capitals, and any field may have spaces around it.
+    """
+    before, header = 0, lines.readline()
+    if header.lower().startswith("sep="):
+        before, header = 1, lines.readline()
+    for separator in ",;\t|":
+        fields = next(csv.reader([header], delimiter=separator, skipinitialspace=True), [])
+        columns = [name.strip().lower() for name in fields]
+        if {"file", "label"} <= set(columns):
+            reader = csv.DictReader(lines, columns, delimiter=separator, skipinitialspace=True)
+            for row in reader:
+                number = before + 1 + reader.line_num
+                yield number, (row["file"] or "").strip(), (row["label"] or "").strip()
+            return
+    raise DataError(
+        f"{table} does not begin with the columns file,label, but with {header.strip()[:60]!r}: name the columns file "
+        "and label in the first line"
+    )
