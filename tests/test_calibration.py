@@ -256,3 +256,33 @@ def test_arguments_that_nothing_can_be_done_with(tiniest, images, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     adalog.Calibration(tiniest, images).quantize(config, partial="searches")
     assert (tmp_path / "searches").exists()
+
+
+def enlarged(factor, by_a_product):
+    """A model with a second layer of large weights, or with large values in front of a product of two values."""
+    torch.manual_seed(1)
+    parts = {"first": nn.Linear(8, 16), "second": nn.Linear(16, 5)}
+    parts["second"].weight.data *= 1 if by_a_product else factor
+
+    def function(model, x):
+        x = model.first(x)
+        return model.second((x * factor @ (x * factor).mT) @ x if by_a_product else x.relu())
+
+    return Toy(function, **parts).eval()
+
+
+@pytest.mark.parametrize("by_a_product", [False, True])
+@pytest.mark.parametrize("method", ["adalog", "ptq4vit"])
+def test_squares_that_overflow_are_told_by_the_site(method, by_a_product):
+    words = "values of (second|qk) reach [0-9.]+e[+]1[4-9], and the search adds up squares, which overflow"
+    with pytest.raises(CalibrationError, match=words):
+        adalog.quantize(enlarged(1e14 if by_a_product else 1e20, by_a_product), TOKENS, tokens_config("w8a8", method))
+
+
+@pytest.mark.parametrize("factor", [1e10, 1e20, 1e25])
+def test_ranges_of_large_weights_do_not_overflow(factor):
+    qmodel = adalog.quantize(enlarged(factor, False), TOKENS, tokens_config("w8a8", "minmax"))
+    with torch.no_grad():
+        wanted = enlarged(factor, False)(TOKENS).double()
+    assert float((qmodel(TOKENS) - wanted).norm() / wanted.norm()) < 0.05
+    assert 25 < qmodel.ledger[1].sqnr < 60

@@ -83,7 +83,7 @@ class RangeSearch(AnySearch):
 
     @property
     def needs(self) -> Needs:
-        return Needs(observe=observe_in_order if self.in_order else None)
+        return Needs(observe=observe_in_order if self.in_order else None, squares=False)
 
     def refuses_fold(self, weight_bits: int, activation_bits: int) -> str:
         return super().refuses_fold(weight_bits, activation_bits) if self.share == "none" else ""

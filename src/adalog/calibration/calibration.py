@@ -18,6 +18,7 @@ from adalog.calibration.judge import output_errors
 from adalog.calibration.observe import Observed
 from adalog.calibration.operands import (
     check_pinned,
+    check_squares,
     choices_of,
     formats_of,
     joined,
@@ -404,6 +405,8 @@ class Calibration:
             fold = start.fold  # its quantizers belong to operands with this fold
         for activation in formats_of(group.first, config):
             product = self._product(group, config, fold, activation)
+            if config.search.needs.squares:
+                check_squares(group.name, product.left, product.right)
             rare = tried and start is None and rarely_uniform(group.first)  # a start may be uniform
             if rare and not _may_be_uniform(product, tried[0], config):
                 continue

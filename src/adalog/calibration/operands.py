@@ -12,11 +12,12 @@ from torch import Tensor
 
 from adalog.calibration.observe import Request
 from adalog.config import Config, power_law_format, weight_format
+from adalog.errors import CalibrationError
 from adalog.graph.convolution import conv_geometry, patches
 from adalog.graph.program import Program
 from adalog.graph.rewrite import SiteGroup
 from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS, Pair, Site
-from adalog.quantizers import FLOAT_BITS, Fold
+from adalog.quantizers import FLOAT_BITS, Fold, at_least_float32
 from adalog.search.bounds import Search
 from adalog.search.operand import Format, Operand
 from adalog.search.quantiles import coprime
@@ -132,6 +133,20 @@ def operands_of(
         inputs, weight = [fold.activation(x) for x in inputs], fold.weight(weight)
     rows = joined([x.reshape(-1, x.shape[-1]) for x in inputs], dim=0)
     return Operand(rows, activation), Operand(weight, weight_format(config, 0))
+
+
+def check_squares(name: str, left: Operand, right: Operand) -> None:
+    """Raise CalibrationError if the squares of a product's values, which a search adds up, overflow."""
+    if left.is_float and right.is_float:
+        return
+    ends = (at_least_float32(operand.values).aminmax() for operand in (left, right))
+    peaks = [float(torch.maximum(high, -low)) for low, high in ends]
+    largest = math.prod(max(peak, 1.0) for peak in peaks) * math.sqrt(left.values.shape[-1])
+    if largest > math.sqrt(torch.finfo(torch.float32).max):
+        raise CalibrationError(
+            f"values of {name} reach {max(peaks):.2g}, and the search adds up squares, which overflow: make them "
+            "smaller in the model, or use the method minmax, which does not square them"
+        )
 
 
 def in_shape_of_product(program: Program, group: SiteGroup, values: Mapping[str, Tensor]) -> Tensor:

@@ -19,6 +19,7 @@ class Needs:
         this power. 0: all rows occur once.
     probes: the number of random gradients for `Product.weights`, which are of rounding noise if `noise` is true.
     row_splits: True for the field of `Product`.
+    squares: True if the search adds up squares of values, which overflow if values are too large.
     observe: maps the program, the images, the groups of sites, and a function that searches a group with its operands,
         to the operands of all sites by name, for `Product.ordered`.
     """
@@ -27,6 +28,7 @@ class Needs:
     probes: int = 0
     noise: bool = False
     row_splits: bool = False
+    squares: bool = True
     observe: Callable[..., dict[str, Tensor]] | None = None
 
 

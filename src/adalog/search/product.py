@@ -1,5 +1,6 @@
 """A product of two operands: the input of a search, the error of its output, and the last steps of every search."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -75,13 +76,19 @@ class Product:
         return self._with_sqnr(first, right, *rows.scaled(factor))
 
     def output_power(self, first: Side, second: Side) -> tuple[float, float]:
-        """Return the sums of squares of the output, and of its error under these quantizers."""
+        """Return the sums of squares of the output, and of its error under these quantizers.
+
+        They are computed again in float64 if they overflow.
+        """
         signal = noise = 0.0
         for x, x_hat, w, w_hat in self._slices(first, second):
             error = output_error(x, x_hat, w, w_hat)
             signal += _power(x @ w.transpose(-1, -2))
             noise += _power(error)
-        return signal, noise
+        if math.isfinite(signal + noise) or self.left.values.dtype == torch.float64:
+            return signal, noise
+        wide = [replace(operand, values=operand.values.double()) for operand in (self.left, self.right)]
+        return replace(self, left=wide[0], right=wide[1]).output_power(first, second)
 
     def refitted(self, first: Side, second: Quantizer) -> QuantizedTensor:
         """Return the weight's nearest codes, with scales that are refitted after rounding as in `rescaled`."""
