@@ -391,13 +391,6 @@ def test_an_einsum_of_two_operands_is_a_product(equation):
     torch.testing.assert_close(program.run(inputs), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("equation", ["bchw,bcvu->bcv", "bchh,bcvu->bcv", "...w,wv->...v"])
-def test_refuses_other_einsums(equation):
-    function = lambda m, x: torch.einsum(equation, x, m.weight if "wv" in equation else x)  # noqa: E731
-    with pytest.raises(CaptureError, match=r'uses aten.einsum.default\(".*"\), which this version of adalog cannot'):
-        capture(Toy(function, weight=nn.Parameter(torch.randn(32, 5))), IMAGES)
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -470,12 +463,6 @@ def test_stored_tensors_do_not_take_the_names_of_inputs():
     model, inputs = Gated().eval(), (torch.randn(2, 4), torch.randn(2, 5), torch.randn(2, 5))
     program = capture(model, inputs)
     assert torch.allclose(program.run(inputs), model(*inputs), atol=1e-6)
-
-
-def test_einsums_that_repeat_an_operand_are_refused():
-    function = lambda m, x: torch.einsum("bnd,bmd->bnm", x.flatten(2), m.table)  # noqa: E731
-    with pytest.raises(CaptureError, match=r'uses aten.einsum.default\("bnd,bmd->bnm"\)'):
-        capture(Toy(function, table=nn.Buffer(torch.randn(1, 5, 1024))).eval(), IMAGES)
 
 
 def test_einsums_of_images_of_any_size():
@@ -629,12 +616,12 @@ def test_refuses_control_flow_on_data():
         def forward(self, x):
             return x + 1 if x.mean() > 0 else x - 1
 
-    with pytest.raises(CaptureError, match=r"Detector could not be exported \(.*\): capture the part that can be"):
+    with pytest.raises(CaptureError, match=r"Detector could not be exported, because it decides by the values of the"):
         capture(Detector(), IMAGES)
 
 
 def test_refuses_a_fixed_batch_size():
-    with pytest.raises(CaptureError, match="Toy could not be exported"):
+    with pytest.raises(CaptureError, match="Toy turns the number of images into a fixed number at"):
         capture(Toy(lambda m, x: x.view(2, -1)), IMAGES)
 
 
@@ -645,7 +632,7 @@ def test_refuses_a_fixed_batch_size():
         (lambda m, x: x + torch.rand(3, 32, 32), "aten.rand.default"),
         (lambda m, x: torch.fft.fft2(x).real, "aten.fft_fft2.default"),
         (lambda m, x: x.add(0).erfinv_(), "aten.erfinv.default"),
-        (lambda m, x: x.add(0).diagonal(0, 2, 3).add_(1), "a write through aten.diagonal.default"),
+        (lambda m, x: x.add(0).diagonal(0, 2, 3).add_(1), "aten.diagonal.default"),
     ],
 )
 def test_refuses_operations_outside_the_whitelist(function, op):
@@ -653,12 +640,9 @@ def test_refuses_operations_outside_the_whitelist(function, op):
         capture(Toy(function), IMAGES)
 
 
-def test_refuses_causal_attention():
-    def function(model, x):
-        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
-
-    with pytest.raises(CaptureError, match="causal"):
-        capture(Toy(function), IMAGES)
+def test_refuses_a_write_through_parts():
+    with pytest.raises(CaptureError, match=r"Toy writes through getitem at .*: make a new tensor there"):
+        capture(Toy(lambda m, x: x.add(0).unbind(1)[0].add_(1)), IMAGES)
 
 
 def test_refuses_autocast():
@@ -666,7 +650,7 @@ def test_refuses_autocast():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return model.fc(x.mean((2, 3)))
 
-    with pytest.raises(CaptureError, match="autocast"):
+    with pytest.raises(CaptureError, match=r"Toy uses autocast at .*toys.py:\d+, .* give it enabled=False"):
         capture(Toy(function, fc=nn.Linear(3, 4)), IMAGES)
 
 

@@ -237,13 +237,13 @@ def test_the_parts_of_the_file(mixed):
 
 # Moves, comparisons, additions, roots, exponentials and whole numbers.
 FREE = """
-abs add amax amin arange argmax bitwise_and bitwise_not bitwise_or cat ceil chunk clamp clamp_max clamp_min
-col2im constant_pad_nd cos cumsum embedding eq erf exp expand expand_as flatten flip floor full full_like gather ge gt
-hardtanh im2col index index_select le log log_sigmoid log_softmax logical_and logical_not logical_or lt masked_fill max
+abs add amax amin arange argmax bitwise_and bitwise_not bitwise_or cat ceil chunk clamp clamp_max clamp_min col2im
+constant_pad_nd cos cumsum embedding eq erf exp expand expand_as flatten flip floor full full_like gather ge gt hardtanh
+im2col index index_put index_select le log log_sigmoid log_softmax logical_and logical_not logical_or lt masked_fill max
 max_pool2d maximum meshgrid min minimum movedim narrow ne neg ones ones_like pad permute pixel_shuffle pixel_unshuffle
-relu relu6 repeat repeat_interleave reshape reshape_as roll round rsub select select_scatter sigmoid sign sin slice
-slice_scatter split split_with_sizes sqrt squeeze stack sub sum sym_size t tanh to transpose tril triu unbind unflatten
-unsqueeze upsample_nearest2d where zeros zeros_like
+relu relu6 repeat repeat_interleave reshape reshape_as roll round rsub scatter scatter_add select select_scatter sigmoid
+sign sin slice slice_scatter sort split split_with_sizes sqrt squeeze stack sub sum sym_size t tanh to topk transpose
+tril triu unbind unflatten unsqueeze upsample_nearest2d where zeros zeros_like
 """
 
 

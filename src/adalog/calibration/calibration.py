@@ -37,6 +37,7 @@ from adalog.choices import Correction
 from adalog.config import Config
 from adalog.errors import CalibrationError
 from adalog.graph.capture import Sizes, batched, capture, take
+from adalog.graph.modules import float_module
 from adalog.graph.program import Program
 from adalog.graph.rewrite import Assigned, SiteGroup, group_sites, rewritten
 from adalog.graph.sites import Site, find_blocks, find_pairs, find_refused, find_sites, with_heads
@@ -151,7 +152,7 @@ class Calibration:
         inputs = _in_float32(batched(images))
         self.images = _finite(inputs)
         self.unlabelled = self.images if unlabelled is None else _more_like(self.images, unlabelled)
-        self.program = capture(_of_float32(model), inputs, sizes)
+        self.program = capture(_of_float32(float_module(model)), inputs, sizes)
         self.sites = with_heads(find_sites(self.program), self.program, self.images)
         self.pairs = find_pairs(self.program, self.sites, take(self.images, [0, 1]))
         self.seed = seed

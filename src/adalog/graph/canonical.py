@@ -6,24 +6,26 @@ in this order:
     softmax_left          V^T A^T                            -> (A V)^T
     share_equal_values    the same operation, twice          -> once
     store_parameters      a parameter computed from tensors  -> a stored tensor;   x W -> linear(x, W^T)
+    store_constants       an operation outside the whitelist on tensors that no input reaches -> a stored tensor
     fold_batch_norms      batch_norm(conv(x))                -> conv(x), with other weights
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import string
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adalog.errors import CaptureError
-from adalog.graph.operations import PRODUCTS
+from adalog.graph.operations import OPERATIONS, PRODUCTS, aten
 from adalog.graph.program import Arg, Node, Program, Ref, map_refs, refs_of
 from adalog.graph.sites import find_source
 
 # Arguments that are parameters: (operation, position) -> "weight" or "bias".
-_PARAMETERS = {
+PARAMETERS = {
     **{(f"aten.{op}.default", 1): "weight" for op in ("linear", "conv2d", "matmul", "batch_norm")},
     **{(f"aten.{op}.default", 2): "bias" for op in ("linear", "conv2d", "batch_norm")},
     ("aten.layer_norm.default", 2): "weight",
@@ -46,20 +48,22 @@ class Call:
     kwargs: Mapping[str, Arg]
     metas: tuple[Any, ...]
     meta_kwargs: Mapping[str, Any]
-    scope: str
     emit: Callable[..., Ref]
+
+    def size(self, value: Arg, meta: Tensor, dim: int) -> Arg:
+        """Return the size of a dimension: a number, or a reference if it is not known."""
+        size = meta.shape[dim]
+        return size if isinstance(size, int) else self.emit("aten.sym_size.int", value, dim, part="_size")
 
 
 def unfold_attention(call: Call) -> Ref:
     """Unfold softmax(Q K^T scale + mask) V into separate operations, so that its two products become sites."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-    if given.get("is_causal") or given.get("enable_gqa"):
-        where = call.scope or "the model"
-        raise CaptureError(
-            f"the attention in {where} is causal or grouped, which adalog does not support: capture a part of the "
-            "model that does not contain it"
-        )
+    query, key = call.metas[:2]
+    if given.get("enable_gqa") and (shared := query.shape[-3] // key.shape[-3]) > 1:  # heads that share keys and values
+        for name in ("key", "value"):
+            given[name] = call.emit("aten.repeat_interleave.self_int", given[name], shared, -3, part=f"_{name}s")
     scale = given.get("scale")
     if scale is None:
         scale = 1 / math.sqrt(call.metas[0].shape[-1])
@@ -74,45 +78,81 @@ def unfold_attention(call: Call) -> Ref:
             scores = call.emit("aten.masked_fill.Scalar", scores, hidden, -math.inf, part="_masked")
         else:
             scores = call.emit("aten.add.Tensor", scores, mask, part="_masked")
+    if given.get("is_causal"):  # a token does not read later ones
+        rows = call.emit("aten.arange.default", call.size(given["query"], query, -2), part="_rows")
+        columns = call.emit("aten.arange.default", call.size(given["key"], key, -2), part="_columns")
+        later = call.emit("aten.gt.Tensor", columns, call.emit("aten.unsqueeze.default", rows, -1), part="_later")
+        scores = call.emit("aten.masked_fill.Scalar", scores, later, -math.inf, part="_causal")
     weights = call.emit("aten.softmax.int", scores, -1, part="_softmax")
     return call.emit("aten.matmul.default", weights, given["value"], part="_av")
 
 
 def unfold_einsum(call: Call) -> Ref | None:
-    """Write an einsum of two operands as permute, flatten, matmul, unflatten, permute.
+    """Write an einsum as sums over single operands, and one matrix product for each further operand.
 
-    A letter of both operands is summed, or is a leading dimension of matmul if the output has it. A letter of one
-    operand is a row or column dimension. If matmul cannot express the equation, capture refuses the model.
+    A letter of two operands is summed, or is a leading dimension of matmul if the rest of the equation has it. A letter
+    of one operand is a row or column dimension. An ellipsis stands for letters. Capture refuses a model whose equation
+    repeats a letter within an operand.
     """
     equation, operands = call.args[:2]
-    if len(operands) != 2:
-        return None
-    inputs, arrow, wanted = equation.replace(" ", "").partition("->")
-    left, right = inputs.split(",")
+    equation, metas = equation.replace(" ", ""), call.metas[1]
+    inputs, arrow, output = equation.partition("->")
+    words = inputs.split(",")
+    free = [letter for letter in string.ascii_letters if letter not in equation]
+    covered = [meta.ndim - len(word.replace("...", "")) for word, meta in zip(words, metas, strict=True)]
+    rest = "".join(free[: max(n if "..." in word else 0 for word, n in zip(words, covered, strict=True))])
+    words = [word.replace("...", rest[len(rest) - n :]) for word, n in zip(words, covered, strict=True)]
     if not arrow:
-        wanted = "".join(sorted(letter for letter in {*left, *right} if (left + right).count(letter) == 1))
-    alone = set(left) ^ set(right)
-    plain = all(word.isalpha() and len(set(word)) == len(word) for word in (left, right, wanted) if word)
-    if not plain or not alone <= set(wanted) or not set(wanted) <= {*left, *right}:
-        return call.emit(f'aten.einsum.default("{equation}")')  # not on the whitelist, so that capture refuses it
+        letters = "".join(words)
+        output = "..." + "".join(sorted(each for each in {*letters} - {*rest} if letters.count(each) == 1))
+    output = output.replace("...", rest)
+    if any(len(set(word)) != len(word) for word in words):
+        return None
     sizes: dict[str, Arg] = {}
-    told: dict[str, Any] = {}
-    for word, value, meta in zip((left, right), operands, call.metas[1], strict=True):
-        for axis, (letter, size) in enumerate(zip(word, meta.shape, strict=True)):
-            known = isinstance(size, int)
-            once = [isinstance(each, int) and each == 1 for each in (size, told.setdefault(letter, size))]
-            if once[0] != once[1]:  # one operand is broadcast
-                return call.emit(f'aten.einsum.default("{equation}")')
-            sizes[letter] = size if known else call.emit("aten.sym_size.int", value, axis, part="_size")
-    lead = [letter for letter in left if letter in right and letter in wanted]
-    summed = [letter for letter in left if letter in right and letter not in wanted]
-    rows, columns = ([letter for letter in word if letter in alone] for word in (left, right))
-    first = _arrange(call, operands[0], left, (lead, rows, summed), sizes, "_left")
-    second = _arrange(call, operands[1], right, (lead, summed, columns), sizes, "_right")
+    for value, word, meta in zip(operands, words, metas, strict=True):
+        for axis, letter in enumerate(word):
+            if letter not in sizes or not _is_one(meta.shape[axis]):
+                sizes[letter] = call.size(value, meta, axis)
+    values = list(operands)
+    for index, meta in enumerate(metas):  # an operand of size one is broadcast
+        dims = [axis for axis, letter in enumerate(words[index]) if _is_one(meta.shape[axis]) and sizes[letter] != 1]
+        values[index], words[index] = _without(call, "aten.squeeze.dims", values[index], words[index], dims)
+    for index, word in enumerate(words):
+        others = {*output}.union(*words[:index], *words[index + 1 :])
+        dims = [axis for axis, letter in enumerate(word) if letter not in others]
+        values[index], words[index] = _without(call, "aten.sum.dim_IntList", values[index], word, dims)
+    word, value = words[0], values[0]
+    for index in range(1, len(words)):
+        needed = {*output}.union(*words[index + 1 :])
+        word, value = _contract(call, (value, values[index]), (word, words[index]), needed, sizes)
+    return call.emit("aten.permute.default", value, tuple(word.index(letter) for letter in output))
+
+
+def _without(call: Call, op: str, value: Ref, word: str, dims: Sequence[int]) -> tuple[Ref, str]:
+    """Remove these dimensions of a value, which `word` names, with an operation."""
+    if not dims:
+        return value, word
+    kept = "".join(letter for axis, letter in enumerate(word) if axis not in dims)
+    return call.emit(op, value, tuple(dims), part="_reduced"), kept
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _contract(
+    call: Call, values: tuple[Ref, Ref], words: tuple[str, str], needed: Collection[str], sizes: Mapping[str, Arg]
+) -> tuple[str, Ref]:
+    """Multiply two operands of an einsum as matrices. Return the letters of the result and the result."""
+    left, right = words
+    lead = [letter for letter in left if letter in right and letter in needed]
+    summed = [letter for letter in left if letter in right and letter not in needed]
+    rows, columns = ([letter for letter in word if letter not in other] for word, other in (words, words[::-1]))
+    first = _arrange(call, values[0], left, (lead, rows, summed), sizes, "_left")
+    second = _arrange(call, values[1], right, (lead, summed, columns), sizes, "_right")
     result = call.emit("aten.matmul.default", first, second, part="_product")
     made = [*lead, *rows, *columns]
-    result = call.emit("aten.reshape.default", result, tuple(sizes[letter] for letter in made), part="_split")
-    return call.emit("aten.permute.default", result, tuple(made.index(letter) for letter in wanted))
+    return "".join(made), call.emit("aten.reshape.default", result, tuple(sizes[each] for each in made), part="_split")
 
 
 def _arrange(
@@ -192,6 +232,131 @@ def unfold_named_padding(call: Call) -> Ref:
     return of(*call.args)
 
 
+def unfold_mask_index(call: Call) -> Ref | None:
+    """Write an index by masks as an index by the positions at which they are true."""
+    value, indices = call.args
+    plain: list[Arg] = []
+    for index, meta in zip(indices, call.metas[1], strict=True):
+        if meta is None or meta.dtype != torch.bool:
+            plain.append(index)
+            continue
+        places = call.emit("aten.nonzero_numpy.default", index, part="_places")
+        plain += [call.emit("getitem", places, axis, part="_place") for axis in range(meta.ndim)]
+    return call.emit("aten.index.Tensor", value, tuple(plain)) if plain != list(indices) else None
+
+
+def unfold_mask_write(call: Call) -> Ref | None:
+    """Write x[mask] = value, with one value for all positions of the mask, as where(mask, value, x)."""
+    x, indices, value = call.args[:3]
+    whole, metas, written = call.metas[:3]
+    lead = next((axis for axis, meta in enumerate(metas) if meta is not None), 0)
+    mask, accumulate = metas[lead], (*call.args, False)[3] or call.kwargs.get("accumulate")
+    if accumulate or mask.dtype != torch.bool or any(meta is not None for meta in metas[lead + 1 :]):
+        return None
+    after = whole.ndim - lead - mask.ndim  # the dimensions of x behind those of the mask
+    if written.ndim > after:
+        if written.ndim > after + 1 or not _is_one(written.shape[0]):
+            return None
+        value = call.emit("aten.squeeze.dim", value, 0, part="_value")
+    hidden = indices[lead]
+    for _ in range(after):
+        hidden = call.emit("aten.unsqueeze.default", hidden, -1, part="_mask")
+    return call.emit("aten.where.self", hidden, value, x)
+
+
+def unfold_windows(call: Call) -> Ref:
+    """Write the windows of one dimension as a list of slices, one for each position in a window."""
+    value, dim, size, step = call.args
+    dim %= max(call.metas[0].ndim, 1)
+    ends = (index + 1 - size or 2**63 - 1 for index in range(size))  # counted from the last entry
+    parts = [
+        call.emit("aten.slice.Tensor", value, dim, index, end, step, part="_part") for index, end in enumerate(ends)
+    ]
+    return call.emit("aten.stack.default", tuple(parts), -1)
+
+
+def unfold_tensor_split(call: Call, dim: int = 0) -> Any:
+    """Write `tensor_split` as a split with sizes. dim: the dimension, if the operation does not say it."""
+    value, where, dim = (*call.args, call.kwargs.get("dim", dim))[:3]
+    size = call.metas[0].shape[dim]
+    if not isinstance(size, int) or not all(
+        isinstance(each, int) for each in (where if type(where) is tuple else [where])
+    ):
+        return None
+    if isinstance(where, int):
+        sizes = [size // where + (index < size % where) for index in range(where)]
+    else:
+        places = [min(max(place + size * (place < 0), 0), size) for place in where]
+        sizes = [max(end - start, 0) for start, end in zip((0, *places), (*places, size), strict=True)]
+        if sum(sizes) != size:  # the positions do not ascend
+            return None
+    parts = call.emit("aten.split_with_sizes.default", value, tuple(sizes), dim)
+    return tuple(call.emit("getitem", parts, index, part="_part") for index in range(len(sizes)))
+
+
+def unfold_one_hot(call: Call) -> Ref | None:
+    """Write `one_hot` with a number of classes as a comparison with all of them."""
+    value, classes = (*call.args, call.kwargs.get("num_classes", -1))[:2]
+    if not isinstance(classes, int) or classes < 0:
+        return None
+    numbers = call.emit("aten.arange.default", classes, part="_classes")
+    column = call.emit("aten.unsqueeze.default", value, -1, part="_column")
+    return call.emit("aten.to.dtype", call.emit("aten.eq.Tensor", column, numbers, part="_equal"), torch.int64)
+
+
+def unfold_nan_to_num(call: Call) -> Ref | None:
+    """Write `nan_to_num` as three masks."""
+    given = dict(zip(("self", "nan", "posinf", "neginf"), call.args, strict=False)) | dict(call.kwargs)
+    value, dtype = given["self"], call.metas[0].dtype
+    if not dtype.is_floating_point:
+        return None
+    most = torch.finfo(dtype).max
+    for name, limit, other in (("posinf", math.inf, most), ("neginf", -math.inf, -most)):
+        mask = call.emit("aten.eq.Scalar", value, limit, part=f"_is_{name}")
+        number = other if given.get(name) is None else given[name]
+        value = call.emit("aten.masked_fill.Scalar", value, mask, number, part=f"_{name}")
+    mask = call.emit("aten.ne.Tensor", value, value, part="_is_nan")
+    return call.emit("aten.masked_fill.Scalar", value, mask, given.get("nan") or 0.0)
+
+
+def unfold_cosine(call: Call) -> Ref:
+    """Write a cosine similarity as a sum of products of normalised values."""
+    given = dict(zip(("x1", "x2", "dim", "eps"), call.args, strict=False)) | dict(call.kwargs)
+    dim, shares = given.get("dim", 1), []
+    dim -= max(meta.ndim for meta in call.metas[:2]) if dim >= 0 else 0  # the operands may have unequally many
+    for name in ("x1", "x2"):
+        length = call.emit("aten.linalg_vector_norm.default", given[name], 2, (dim,), True, part="_length")
+        length = call.emit("aten.clamp_min.default", length, given.get("eps", 1e-8), part="_length")
+        shares.append(call.emit("aten.div.Tensor", given[name], length, part="_share"))
+    product = call.emit("aten.mul.Tensor", *shares, part="_product")
+    return call.emit("aten.sum.dim_IntList", product, (dim,))
+
+
+def unfold_logsumexp(call: Call) -> Ref:
+    """Write log(sum(exp(x))) with the largest value subtracted before and added after, unless it is infinite."""
+    value, dims, keep = (*call.args, call.kwargs.get("keepdim", False))[:3]
+    dims = dims or tuple(range(call.metas[0].ndim))
+    most = call.emit("aten.amax.default", value, dims, True, part="_most")
+    infinite = call.emit("aten.eq.Scalar", call.emit("aten.abs.default", most, part="_abs"), math.inf, part="_infinite")
+    most = call.emit("aten.masked_fill.Scalar", most, infinite, 0.0, part="_shift")
+    powers = call.emit("aten.exp.default", call.emit("aten.sub.Tensor", value, most, part="_less"), part="_exp")
+    total = call.emit("aten.sum.dim_IntList", powers, dims, True, part="_sum")
+    total = call.emit("aten.log.default", total, part="_log")
+    result = call.emit("aten.add.Tensor", total, most, part="" if keep else "_kept")
+    return result if keep else call.emit("aten.squeeze.dims", result, dims)
+
+
+def _of_all(op: str) -> Callable[[Call], Ref]:
+    """Return a rewrite of a reduction of all dimensions as one that names them."""
+    return lambda call: call.emit(op, call.args[0], tuple(range(call.metas[0].ndim)))
+
+
+def _masked(call: Call) -> Ref:
+    """Write a masked fill with a tensor as a choice."""
+    value, mask, fill = call.args
+    return call.emit("aten.where.self", mask, fill, value)
+
+
 def _spelled(op: str, *last: Arg) -> Callable[[Call], Ref]:
     """Return a rewrite that emits the operation as `op`, with the arguments `last` after its own."""
     return lambda call: call.emit(op, *call.args, *last, **call.kwargs)
@@ -213,8 +378,9 @@ def _corrected(op: str) -> Callable[[Call], Ref]:
     return spelled
 
 
-# Each function returns the replacement of an operation, or None to keep the operation as it is.
-UNFOLDED: Mapping[str, Callable[[Call], Ref | None]] = {
+# Each function returns the replacement of an operation (a tuple of references for an operation with several results),
+# or None to keep the operation as it is.
+UNFOLDED: Mapping[str, Callable[[Call], Any]] = {
     **dict.fromkeys(("aten.mT.default", "aten.mH.default"), _spelled("aten.transpose.int", -2, -1)),  # values are real
     "aten.adjoint.default": _spelled("aten.transpose.int", -2, -1),
     "aten.numpy_T.default": _reversed,
@@ -232,6 +398,21 @@ UNFOLDED: Mapping[str, Callable[[Call], Ref | None]] = {
     "aten.baddbmm.default": unfold_added_product,
     "aten.addmm.default": unfold_added_product,
     "aten.conv2d.padding": unfold_named_padding,
+    "aten.index.Tensor": unfold_mask_index,
+    "aten.index_put.default": unfold_mask_write,
+    "aten.masked_fill.Tensor": _masked,
+    "aten.unfold.default": unfold_windows,
+    **dict.fromkeys(aten("tensor_split.sections tensor_split.indices"), unfold_tensor_split),
+    **dict.fromkeys(aten("hsplit.int hsplit.array"), partial(unfold_tensor_split, dim=1)),
+    **dict.fromkeys(aten("dsplit.int dsplit.array"), partial(unfold_tensor_split, dim=2)),
+    "aten.one_hot.default": unfold_one_hot,
+    "aten.nan_to_num.default": unfold_nan_to_num,
+    "aten.cosine_similarity.default": unfold_cosine,
+    "aten.logsumexp.default": unfold_logsumexp,
+    "aten.max.default": _of_all("aten.amax.default"),
+    "aten.min.default": _of_all("aten.amin.default"),
+    "aten.max.other": _spelled("aten.maximum.default"),
+    "aten.min.other": _spelled("aten.minimum.default"),
 }
 
 
@@ -288,30 +469,17 @@ def store_parameters(program: Program) -> Program:
     Examples are a bias concatenated from several tensors, and the MLP of a position table. A product x W with a stored
     matrix W becomes a linear with the transpose of W.
     """
-    constant = set(program.tensors)
-    for node in program.nodes:
-        if constant.issuperset(node.refs()):
-            constant.add(node.name)
+    constant = _constants(program)
+    read_as = {value: (node, part) for node in reversed(program.nodes) for value, part in _parameters(node)}
     stored: dict[str, str] = {}  # computed value -> name of the tensor that it becomes
-    taken = {*program.tensors, *program.inputs, *(node.name for node in program.nodes)}
-
-    def store(value: str, node: Node, part: str) -> None:
-        if value in constant and value not in program.tensors and value not in stored:
-            name = f"{node.scope}.{part}".lstrip(".")
-            stored[value] = f"{name}#{node.name}" if name in taken else name
-            taken.add(stored[value])
-
+    taken = _names(program)
     for node in program.nodes:
-        if node.op in PRODUCTS:
-            store(node.name, node, "stored")
-        for index, arg in enumerate(node.args):
-            if (node.op, index) in _PARAMETERS and arg is not None:
-                store(arg.name, node, _PARAMETERS[node.op, index])
-    making = tuple(node for node in program.nodes if node.name in constant)
-    wanted = {name: Ref(value) for value, name in stored.items()}
-    computed: dict[str, Tensor] = replace(program, inputs=(), nodes=making, output=wanted).pruned().run(())
+        for value in (*[node.name] * (node.op in PRODUCTS), *dict(_parameters(node))):
+            if value in constant and value not in program.tensors and value not in stored:
+                stored[value] = _name_in(taken, *read_as.get(value, (node, "stored")))
+    computed = _computed(program, constant, stored)
     tensors, nodes = dict(program.tensors), []
-    tensors.update((name, value.contiguous()) for name, value in computed.items())
+    tensors.update((name, computed[value].contiguous()) for value, name in stored.items())
     for node in program.nodes:
         reading = node.renamed(stored)
         if node.op == "aten.matmul.default" and node.args[0].name not in constant:
@@ -322,6 +490,108 @@ def store_parameters(program: Program) -> Program:
         nodes.append(reading)
     output = map_refs(program.output, lambda ref: Ref(stored.get(ref.name, ref.name)))
     return replace(program, nodes=tuple(nodes), output=output, tensors=tensors).pruned()
+
+
+def _parameters(node: Node) -> list[tuple[str, str]]:
+    """Return the names of the values that a node reads as parameters, each with its part: "weight" or "bias"."""
+    places = ((arg, PARAMETERS.get((node.op, index))) for index, arg in enumerate(node.args))
+    return [(arg.name, part) for arg, part in places if part is not None and arg is not None]
+
+
+def store_constants(program: Program) -> Program:
+    """Compute what operations outside the whitelist make of stored tensors and numbers alone, and store the results.
+
+    A program can store tensors and numbers. Operations on other results, such as lists and complex tensors, are
+    computed too.
+    """
+    constant = _constants(program)
+    made = {node.name for node in program.nodes if node.name in constant and node.op not in OPERATIONS}
+    more, computed = made, dict[str, Any]()
+    while more:
+        computed = _computed(program, constant, made)
+        unstored = {name for name, value in computed.items() if not _is_storable(value)}
+        readers = (node for node in program.nodes if node.name in constant and not unstored.isdisjoint(node.refs()))
+        more = {node.name for node in readers} - made
+        made |= more
+    taken, tensors, values = _names(program), dict(program.tensors), dict[str, Any]()
+    for node in program.nodes:
+        value = computed.get(node.name)
+        if isinstance(value, Tensor) and _is_storable(value):
+            name = _name_in(taken, node, "stored")
+            tensors[name], values[node.name] = value.contiguous(), Ref(name)
+        elif _is_storable(value):
+            values[node.name] = value
+
+    def instead(ref: Ref) -> Any:
+        return values.get(ref.name, ref)
+
+    nodes = [
+        replace(
+            node,
+            args=map_refs(node.args, instead),
+            kwargs={key: map_refs(value, instead) for key, value in node.kwargs.items()},
+        )
+        for node in program.nodes
+    ]
+    return replace(program, nodes=tuple(nodes), output=map_refs(program.output, instead), tensors=tensors).pruned()
+
+
+def _constants(program: Program) -> set[str]:
+    """Return the names of the values that depend on stored tensors and numbers alone, and not on chance."""
+    constant = set(program.tensors)
+    for node in program.nodes:
+        if constant.issuperset(node.refs()) and (node.op in OPERATIONS or _is_repeatable(node.op)):
+            constant.add(node.name)
+    return constant
+
+
+def _is_repeatable(op: str) -> bool:
+    """Return True for an operation of PyTorch that always returns the same values for the same arguments."""
+    try:
+        return torch.Tag.nondeterministic_seeded not in _operation(op).tags
+    except AttributeError:  # it is not an operation of PyTorch
+        return False
+
+
+def _operation(op: str) -> Any:
+    """Return any operation of PyTorch by its name. Use it only for the model at hand, never for an artifact."""
+    namespace, name, overload = (*op.split("."), "", "")[:3]
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def _computed(program: Program, constant: Collection[str], names: Collection[str]) -> dict[str, Any]:
+    """Compute values that depend on stored tensors and numbers alone, by any operation of PyTorch."""
+    making = tuple(node for node in program.nodes if node.name in constant)
+    output = {name: Ref(name) for name in names}
+    whole = replace(program, inputs=(), nodes=making, output=output).pruned()
+    device = next((value.device for value in program.tensors.values()), None)
+    steps: dict[str, Callable[..., Any]] = {}
+    for node in whole.nodes:
+        if node.op not in OPERATIONS:
+            function = _operation(node.op)
+            placed = any(argument.name == "device" for argument in function._schema.arguments)
+            steps[node.name] = partial(function, device=device) if placed else function
+    computed: dict[str, Any] = whole.run((), steps=steps)
+    return computed
+
+
+def _is_storable(value: Any) -> bool:
+    """Return True for a value that a program can hold: a tensor of real numbers or bits, or a number."""
+    if isinstance(value, Tensor):
+        return value.layout == torch.strided and not value.is_complex() and not value.is_quantized
+    return isinstance(value, (bool, int, float))
+
+
+def _names(program: Program) -> set[str]:
+    return {*program.tensors, *program.inputs, *(node.name for node in program.nodes)}
+
+
+def _name_in(taken: set[str], node: Node, part: str) -> str:
+    """Return a name for a tensor that is stored for a node, and add it to the names that are taken."""
+    name = f"{node.scope}.{part}".lstrip(".")
+    name = f"{name}#{node.name}" if name in taken else name
+    taken.add(name)
+    return name
 
 
 def fold_batch_norms(program: Program) -> Program:
@@ -370,6 +640,7 @@ REWRITES: tuple[Callable[[Program], Program], ...] = (
     softmax_left,
     share_equal_values,
     store_parameters,
+    store_constants,
     fold_batch_norms,
 )
 

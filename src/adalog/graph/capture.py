@@ -4,24 +4,25 @@ The importer drops identities (dropout, clone, casts to the same dtype) and turn
 `adalog.graph.canonical` lists the other changes. `capture` then compares the program with the model.
 """
 
-import inspect
+import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental import _config as export_config
 from torch.utils import _pytree as pytree
 
 from adalog.device import full_float32
-from adalog.errors import CaptureError, ProgramError, one_line
-from adalog.graph.canonical import UNFOLDED, Call, canonical
-from adalog.graph.operations import OPERATIONS, PADS, PLACEMENT, aten
-from adalog.graph.program import Arg, Node, Output, Program, Ref, given_leaves
+from adalog.errors import CaptureError, ProgramError
+from adalog.graph.canonical import PARAMETERS, UNFOLDED, Call, canonical
+from adalog.graph.exported import ONE_SIZE, WITHOUT_IT, at, exported, place_of_node, run_on, shapes_of
+from adalog.graph.modules import float_module
+from adalog.graph.operations import FLOAT_PRODUCTS, OPERATIONS, PADS, PLACEMENT, aten
+from adalog.graph.program import Arg, Node, Output, Program, Ref, given_leaves, leaves_of
 from adalog.graph.sizes import rule_of
 
 TOLERANCE = 1e-4  # largest allowed difference between program and model, as a fraction of the largest output
@@ -42,10 +43,13 @@ _SYMBOLIC: dict[Any, str] = {
     operator.neg: "sym.neg",
     operator.getitem: "getitem",
 }
-
+# Functions that round a quotient of sizes, which are positive.
+_ROUNDED: dict[Any, str] = {math.trunc: "down", math.floor: "down", torch.sym_int: "down", math.ceil: "up"}
 
 # A program drops `contiguous`, so it cannot guarantee the memory layout that `view` needs; `reshape` takes any layout.
 _SPELLINGS = {"aten.view.default": "aten.reshape.default", "aten.view_as.default": "aten.reshape_as.default"}
+# Memory that is not initialised may hold zeros.
+_SPELLINGS |= {"aten.empty.memory_format": "aten.zeros.default", "aten.empty_like.default": "aten.zeros_like.default"}
 # Operations that return their first argument at inference. Clones return it in new memory, the others in the same.
 _CLONES = aten("clone.default lift_fresh_copy.default")
 _IDENTITIES = _CLONES | aten(
@@ -54,13 +58,23 @@ _IDENTITIES = _CLONES | aten(
 )
 _CASTS = aten("to.dtype to.dtype_layout to.device to.other type_as.default")
 _NEW = {f"aten.new_{name}.default": f"aten.{name}.default" for name in ("zeros", "ones", "full")}
+_NEW["aten.new_empty.default"] = "aten.zeros.default"
 _CHECKS = ("aten._assert", "aten.sym_constrain")
 # Views that select a part of a tensor, and the operations that put a written part back into the whole tensor.
-_SCATTERS = {"aten.slice.Tensor": "aten.slice_scatter.default", "aten.select.int": "aten.select_scatter.default"}
+_SCATTERS = {
+    "aten.slice.Tensor": "aten.slice_scatter.default",
+    "aten.select.int": "aten.select_scatter.default",
+    "aten.diagonal.default": "aten.diagonal_scatter.default",
+}
 _TRANSPOSES = aten("transpose.int t.default")  # each is its own inverse
 _RESHAPES = aten("reshape.default reshape_as.default flatten.using_ints unflatten.int squeeze.dim unsqueeze.default")
 # Regions that export keeps as separate graphs, and the position of the graph among the arguments.
 _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
+_BY_VALUES = "use torch.where(mask, a, b) there, because the sizes in a program cannot depend on values"
+_BY_CHANCE = "leave it out there, because it returns other values in each call"
+# What to write instead of some operations that a program cannot hold.
+_WAYS_OUT = {f"aten.{name}.default": _BY_VALUES for name in ("nonzero_numpy", "nonzero", "masked_select", "_unique2")}
+_WAYS_OUT |= {f"aten.{name}.default": _BY_CHANCE for name in ("rand", "randn", "rand_like", "randn_like", "bernoulli")}
 
 
 @torch.no_grad()
@@ -71,14 +85,16 @@ def capture(model: nn.Module, inputs: Tensor | Sequence[Any], sizes: Sizes = "fi
     (None, a number) become constants of the program. A single image is captured as two equal images. sizes: "fixed" for
     images of the given size, "free" for images of any height and width, with inputs (N, C, H, W). A program with free
     sizes refuses a size for which the model takes another code path.
-    Raises CaptureError if the model cannot be exported, if it uses an operation outside the whitelist, or if program
-    and model differ on the inputs at batches of 1, 2 and 7 or, with free sizes, on images of another size.
+    The compiled functions of a model run as Python code during the capture.
+    Raises CaptureError if the model is not a module of float weights or cannot be exported, if it uses an operation
+    outside the whitelist on values that depend on the inputs, or if program and model differ on the inputs at batches
+    of 1, 2 and 7 or, with free sizes, on images of another size.
     """
     if sizes not in get_args(Sizes):
         raise ValueError(f"sizes = {sizes!r} is not one of {', '.join(get_args(Sizes))}")
-    example = batched(inputs)
-    with inference(model):
-        program = canonical(_import(model, take(example, [0, 1]), sizes == "free"))
+    model, example = float_module(model), batched(inputs)
+    with inference(model), torch.compiler.set_stance("force_eager"):
+        program = _import(model, take(example, [0, 1]), sizes == "free")
         for batch in BATCHES:
             _check(model, program, take(example, torch.arange(batch)))
         if sizes == "free":
@@ -126,11 +142,11 @@ def inference(model: nn.Module) -> Iterator[None]:
 
 
 def _import(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> Program:
-    """Export a model, and return it as a program that is not canonical yet."""
-    exported = _export(model, example, any_size)
+    """Export a model, and return it as a program in canonical form."""
+    export = exported(model, example, any_size)
     inputs, tensors, standing = [], dict[str, Tensor](), dict[str, Arg]()
-    targets = {spec.target for spec in exported.graph_signature.input_specs}
-    for spec in exported.graph_signature.input_specs:
+    targets = {_own_path(spec.target or "") for spec in export.graph_signature.input_specs}
+    for spec in export.graph_signature.input_specs:
         name = str(getattr(spec.arg, "name", ""))
         if isinstance(spec.arg, torch.export.graph_signature.ConstantArgument):
             standing[name] = spec.arg.value
@@ -139,91 +155,79 @@ def _import(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> Progr
             standing[name] = Ref(inputs[-1])
         else:
             assert spec.target is not None
-            source = exported.state_dict if spec.target in exported.state_dict else exported.constants
-            tensors[spec.target] = source[spec.target].detach().clone()
-            standing[name] = Ref(spec.target)
-    importer = _Importer([*inputs, *tensors])
-    placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
-    result = importer.walk(exported.graph, [standing[node.name] for node in placeholders])
-    if importer.unknown:
-        raise CaptureError(
-            f"{type(model).__name__} uses {', '.join(sorted(importer.unknown))}, which this version of adalog cannot "
-            "store or run: capture a part of the model that does not use it"
-        )
-    output = _structure(result, exported.call_spec.out_spec)
-    program = Program(tuple(inputs), tuple(importer.nodes), output, tensors).pruned()
-    if not any_size:
-        _check_any_batch(model, exported)
-        return program
+            source = export.state_dict if spec.target in export.state_dict else export.constants
+            standing[name] = Ref(_own_path(spec.target))
+            tensors[_own_path(spec.target)] = source[spec.target].detach().clone()
+    importer = _Importer(type(model).__name__, [*inputs, *tensors])
+    placeholders = [node for node in export.graph.nodes if node.op == "placeholder"]
+    result = importer.walk(export.graph, [standing[node.name] for node in placeholders])
+    output = _structure(result, export.call_spec.out_spec)
+    program = canonical(Program(tuple(inputs), tuple(importer.nodes), output, tensors).pruned())
+    _check_operations(model, program, importer.sources)
+    _check_weights(model, program)
     given = {ref.name: _meta(node).shape for node in placeholders if isinstance(ref := standing[node.name], Ref)}
     free = {name: (2, 3) for name in inputs if len(given[name]) == 4}
-    if not free:  # no input is (N, C, H, W), and a free batch size does not need a rule
-        _check_any_batch(model, exported)
+    if not any_size or not free:  # without an input (N, C, H, W), a free batch size does not need a rule
+        _check_any_batch(model, export)
         return program
     return replace(program, free=free, rule=rule_of(inputs, [given[name] for name in inputs], free))
 
 
-def _export(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> torch.export.ExportedProgram:
-    def open_dims(value: Tensor) -> dict[int, Any]:
-        return dict.fromkeys((0, 2, 3) if any_size and value.ndim == 4 else (0,), torch.export.Dim.DYNAMIC)
-
-    shapes: Any = tuple(open_dims(value) if isinstance(value, Tensor) else None for value in example)
-    try:
-        kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
-        if inspect.Parameter.VAR_POSITIONAL in kinds[: len(shapes)]:
-            more = kinds.index(inspect.Parameter.VAR_POSITIONAL)
-            shapes = (*shapes[:more], shapes[more:])  # one entry per parameter of forward
-        with _for_free_sizes() if any_size else nullcontext():
-            return torch.export.export(model, example, dynamic_shapes=shapes)
-    except Exception as cause:  # torch.export raises whatever the model's own code raises
-        first_line = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        part = "the part that can be exported (for a detector, its backbone) and pass that to adalog.quantize"
-        way_out = (
-            f'capture it for one size (sizes="fixed", or without --free-sizes), or capture {part}'
-            if any_size
-            else f"capture {part}"
-        )
-        raise CaptureError(f"{type(model).__name__} could not be exported ({first_line}): {way_out}") from cause
+def _check_operations(model: nn.Module, program: Program, sources: Mapping[str, fx.Node]) -> None:
+    """Raise CaptureError if a program holds operations outside the whitelist. sources: exported operations by name."""
+    odd = [
+        node
+        for node in program.nodes
+        if node.op not in OPERATIONS or any(isinstance(leaf, complex) for leaf in leaves_of(node.args))
+    ]
+    if not odd:
+        return
+    places = {f"{node.op}{at(place_of_node(sources[node.name]))}" for node in odd}
+    ways = {_WAYS_OUT[node.op] for node in odd if node.op in _WAYS_OUT}
+    raise CaptureError(
+        f"{type(model).__name__} uses {', '.join(sorted(places))}, which adalog cannot store or run on values that "
+        f"depend on the images: {ways.pop() if len(ways) == 1 else WITHOUT_IT}"
+    )
 
 
-def _check_any_batch(model: nn.Module, exported: torch.export.ExportedProgram) -> None:
+def _check_weights(model: nn.Module, program: Program) -> None:
+    """Raise CaptureError if a stored tensor holds NaN, or if an infinite one is multiplied with values."""
+    multiplying = {op for op, _ in PARAMETERS} | FLOAT_PRODUCTS
+    multiplied = {name for node in program.nodes if node.op in multiplying for name in node.refs()}
+    for name, value in program.tensors.items():
+        bad = value.isnan() | (value.isinf() if name in multiplied else False)
+        if bool(bad.any()):
+            raise CaptureError(
+                f"{name} of {type(model).__name__} holds {value[bad][0].item()} in {int(bad.sum())} of {bad.numel()} "
+                "places: load weights that are finite"
+            )
+
+
+def _check_any_batch(model: nn.Module, export: torch.export.ExportedProgram) -> None:
     """Raise CaptureError if the model takes another code path above some batch size; with a rule, the rule says so."""
-    for node in exported.graph.nodes:
+    for node in export.graph.nodes:
         if node.op == "placeholder" and isinstance(value := node.meta["val"], Tensor) and value.ndim:
             size = getattr(getattr(value.shape[0], "node", None), "expr", None)  # None for the model's own tensors
-            if size in exported.range_constraints and exported.range_constraints[size].upper < _MANY:
+            if size in export.range_constraints and export.range_constraints[size].upper < _MANY:
                 raise CaptureError(
                     f"{type(model).__name__} takes another code path for more than "
-                    f"{exported.range_constraints[size].upper} images at once, for example because it splits the "
-                    "batch: capture a part of the model that treats batches of all sizes alike"
+                    f"{export.range_constraints[size].upper} images at once, for example because it splits the batch: "
+                    "use code that treats batches of all sizes alike"
                 )
 
 
-@contextmanager
-def _for_free_sizes() -> Iterator[None]:
-    """Keep export from two things that take most of its time if sizes are free.
-
-    It would ask for memory layouts at every size, and check every entry of a cache that hardly ever saves work then.
-    """
-    from torch._dynamo import config as dynamo_config  # which takes a second to import; export does so anyway
-
-    with ExitStack() as stack:
-        stack.enter_context(dynamo_config.patch(fake_tensor_cache_enabled=False))
-        if hasattr(export_config, "backed_size_oblivious"):  # PyTorch 2.6 does not have this option
-            stack.enter_context(export_config.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
-        yield
-
-
 class _Importer:
-    """Importer of an exported graph into nodes, which collects unsupported operations in `unknown`.
+    """Importer of an exported graph into nodes, whose operations may be outside the whitelist.
 
+    sources: the exported operation of each node, by the node's name.
     An in-place write becomes a new value. If the written tensor is a view of another tensor, the importer puts the new
     value back into that tensor, and computes other views of it again when they are next read.
     """
 
-    def __init__(self, names: Iterable[str]):
+    def __init__(self, model: str, names: Iterable[str]):
         self.nodes: list[Node] = []
-        self.unknown: set[str] = set()
+        self.sources: dict[str, fx.Node] = {}
+        self._model = model
         self._names = set(names)
         self._values: dict[fx.Node, Arg] = {}
         self._stale: set[fx.Node] = set()
@@ -255,13 +259,19 @@ class _Importer:
             return self._emit(node, _NEW[op], *args[1:], dtype=_dtype(node))
         if op == "getitem" and isinstance(args[0], tuple):
             return args[0][args[1]]
-        if op in UNFOLDED:
-            metas, meta_kwargs = fx.map_arg((node.args, dict(node.kwargs)), _meta)
-            call = Call(args, kwargs, metas, meta_kwargs, _scope(node), partial(self._emit, node))
-            if (instead := UNFOLDED[op](call)) is not None:
-                return instead
+        if node.target in _ROUNDED and (instead := self._rounded(node)) is not None:
+            return instead
         if _is_in_place(node):
             return self._write(node, op, args, kwargs)
+        return self._unfold(node, op, args, kwargs)
+
+    def _unfold(self, node: fx.Node, op: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg]) -> Any:
+        """Import an operation that writes to no argument, by its rewrite if it has one."""
+        if op in UNFOLDED:
+            metas, meta_kwargs = fx.map_arg((node.args, dict(node.kwargs)), _meta)
+            instead = UNFOLDED[op](Call(args, kwargs, metas, meta_kwargs, partial(self._emit, node)))
+            if instead is not None:
+                return instead
         return self._emit(node, op, *args, **kwargs)
 
     def _convert(self, arg: Any) -> Arg:
@@ -272,25 +282,24 @@ class _Importer:
             return self._values[arg]
         if isinstance(arg, (tuple, list)):
             return tuple(self._convert(item) for item in arg)
-        if arg is None or isinstance(arg, (bool, int, float, str, torch.dtype)):
+        if arg is None or isinstance(arg, (bool, int, float, complex, str, torch.dtype)):
             return arg
         if isinstance(arg, (torch.device, torch.layout, torch.memory_format)):
             return None
         raise CaptureError(
-            f"an operation of the model has an argument of type {type(arg).__name__} ({arg}), which a program cannot "
-            "store: capture a part of the model without this operation"
+            f"an operation of {self._model} has an argument of type {type(arg).__name__} ({arg}), which a program "
+            f"cannot store: {WITHOUT_IT}"
         )
 
     def _emit(self, source: fx.Node, op: str, *args: Arg, part: str = "", **kwargs: Arg) -> Ref:
         """Add a node, named after the exported node and the part of it that this one computes; return a reference."""
-        if op not in OPERATIONS:
-            self.unknown.add(op)
         stem = name = source.name + part
         count = 1
         while name in self._names:
             count += 1
             name = f"{stem}#{count}"
         self._names.add(name)
+        self.sources[name] = source
         self.nodes.append(Node(name, op, args, kwargs, _scope(source)))
         return Ref(name)
 
@@ -299,15 +308,35 @@ class _Importer:
 
     def _inline(self, node: fx.Node, op: str) -> Arg:
         """Import a region that has its own global settings; only autocast changes the values, and is unsupported."""
-        if op == "wrap_with_autocast" and node.args[2]:
-            self.unknown.add("autocast")
         region, *operands = node.args[_REGIONS[op] :]
         owner = node.graph.owning_module
         assert isinstance(region, fx.Node)
         assert owner is not None
         graph = owner.get_submodule(str(region.target)).graph
         assert isinstance(graph, fx.Graph)
+        if op == "wrap_with_autocast" and node.args[2]:
+            place = next(filter(None, map(place_of_node, graph.nodes)), "")
+            raise CaptureError(
+                f"{self._model} uses autocast{at(place)}, but adalog computes what it does not quantize in float32: "
+                "leave autocast out there, or give it enabled=False"
+            )
         return self.walk(graph, self._convert(operands))
+
+    def _rounded(self, node: fx.Node) -> Ref | None:
+        """Import a rounded quotient of a size and a whole number as a division of whole numbers, if it is one."""
+        quotient = node.args[0]
+        if not isinstance(quotient, fx.Node) or quotient.target is not operator.truediv:
+            return None
+        size, count = quotient.args
+        while isinstance(size, fx.Node) and size.target is torch.sym_float:
+            size = size.args[0]
+        if not isinstance(size, fx.Node) or not isinstance(count, (int, float)) or count != int(count):
+            return None
+        whole, count = self._convert(size), int(count)
+        if _ROUNDED[node.target] == "down":
+            return self._emit(node, "sym.floordiv", whole, count)
+        less = self._emit(node, "sym.floordiv", self._emit(node, "sym.neg", whole, part="_less"), count, part="_down")
+        return self._emit(node, "sym.neg", less)
 
     def _write(self, node: fx.Node, op: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg]) -> Ref:
         """Import an in-place operation as the operation that returns a new value, and put that value in its place."""
@@ -320,7 +349,7 @@ class _Importer:
             new = self._emit(node, "aten.full_like.default", args[0], *(args[1:] or (0,)))
         else:
             name, _, overload = op.rpartition(".")
-            new = self._emit(node, f"{name.removesuffix('_')}.{overload}", *args, **kwargs)
+            new = self._unfold(node, f"{name.removesuffix('_')}.{overload}", args, kwargs)
         result, family = new, [target]
         self._values[target] = new
         while (whole := _shared_with(family[-1])) is not None:
@@ -344,19 +373,28 @@ class _Importer:
             order = [dim % len(dims) for dim in dims]
             return self._emit(view, op, new, tuple(order.index(dim) for dim in range(len(order))))
         if op not in _RESHAPES:
-            self.unknown.add(f"a write through {op}")
+            raise CaptureError(
+                f"{self._model} writes through {op}{at(place_of_node(view))}, which adalog cannot follow: make a new "
+                "tensor there instead of a write"
+            )
         return self._emit(view, "aten.reshape_as.default", new, whole)
 
 
 def _op(node: fx.Node) -> str:
-    op = _SYMBOLIC.get(node.target, str(node.target))
+    known = isinstance(node.target, (str, torch._ops.OperatorBase))  # other targets are functions of Python
+    op = _SYMBOLIC.get(node.target, str(node.target) if known else getattr(node.target, "__name__", str(node.target)))
     return _SPELLINGS.get(op, op)
 
 
 def _scope(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
-    return str(paths[-1]) if paths else ""
+    return _own_path(str(paths[-1])) if paths else ""
+
+
+def _own_path(path: str) -> str:
+    """Return the path of a module or tensor without the modules that `torch.compile` puts around others."""
+    return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
 
 def _meta(node: Any) -> Tensor:
@@ -414,21 +452,11 @@ def _structure(flat: Sequence[Arg], spec: Any) -> Any:
 def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
     """Raise CaptureError unless the program's rule allows these inputs, and program and model agree on them."""
     tensors = [value for value in inputs if isinstance(value, Tensor)]
-    given = f"inputs of {' and '.join(str(tuple(value.shape)) for value in tensors)}"
+    given = shapes_of(inputs)
     if program.rule is not None and not all(program.rule.run(tensors)):
-        raise CaptureError(
-            f"{type(model).__name__} takes another code path for {given}: capture it for one size "
-            '(sizes="fixed", or without --free-sizes)'
-        )
-    try:
-        # Clones, because the model may write to its inputs.
-        with full_float32():  # as `Program.run` computes
-            made = model(*(value.clone() if isinstance(value, Tensor) else value for value in inputs))
-    except Exception as cause:  # the model's own code may raise any exception
-        raise CaptureError(
-            f"{type(model).__name__} fails on {given} ({one_line(cause)}): capture a part of the model that runs on "
-            "such inputs"
-        ) from cause
+        raise CaptureError(f"{type(model).__name__} takes another code path for {given}: {ONE_SIZE}")
+    with full_float32():  # as `Program.run` computes
+        made = run_on(model, inputs)
     wanted = [value for value in pytree.tree_leaves(made) if value is not None]
     got = given_leaves(program.run(tensors))
     for expected, actual in zip(wanted, got, strict=True):
@@ -438,7 +466,7 @@ def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
             raise CaptureError(
                 f"the captured program of {type(model).__name__} differs from the model in the shape of an output on "
                 f"{given}: {tuple(actual.shape)} instead of {tuple(expected.shape)}. The model may take another code "
-                "path for such inputs, or behave differently from call to call: capture a part of it that does neither"
+                "path for such inputs, or behave differently from call to call: use code that treats all batches alike"
             )
         if not expected.is_floating_point() or not expected.numel():
             continue
@@ -446,11 +474,14 @@ def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
         largest = expected.masked_fill(same & expected.isinf(), 0).abs().max().item()
         error = (expected - actual).masked_fill(same, 0).abs().max().item() / max(largest, 1e-30)
         if not error <= TOLERANCE:
+            why = (
+                "The images may contain NaN: check how they are prepared"
+                if math.isnan(error)
+                else "The model may behave differently from call to call: make its outputs depend on its inputs alone"
+            )
             raise CaptureError(
                 f"the captured program of {type(model).__name__} differs from the model by {error:.2g} of the largest "
-                f"output on {given} (at most {TOLERANCE:g} is allowed). The images may contain NaN, or the model may "
-                "behave differently from call to call: check the images, and capture a part of the model whose outputs "
-                "do not change between calls"
+                f"output on {given} (at most {TOLERANCE:g} is allowed). {why}"
             )
 
 
@@ -473,9 +504,7 @@ def _of_another_size(program: Program, inputs: tuple[Any, ...]) -> tuple[Any, ..
             continue
         return tuple(stretched(value) for value in inputs)
     shapes = " and ".join(str(tuple(value.shape[1:])) for value in tensors)
-    raise CaptureError(
-        f'the model takes no other size than {shapes}: capture it for one size (sizes="fixed", or without --free-sizes)'
-    )
+    raise CaptureError(f"the model takes no other size than {shapes}: {ONE_SIZE}")
 
 
 def _stretched(value: Tensor, dim: int, factor: float) -> Tensor:

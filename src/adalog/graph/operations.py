@@ -44,11 +44,12 @@ _ATEN = aten(
     logical_or.default bitwise_not.default bitwise_and.Tensor bitwise_or.Tensor
     eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Scalar gt.Tensor gt.Scalar ge.Scalar
     le.Tensor ge.Tensor index.Tensor index_select.default embedding.default gather.default
+    index_put.default scatter.src scatter.value scatter_add.default topk.default sort.default
     zeros.default ones.default full.default arange.default arange.start arange.start_step
     zeros_like.default ones_like.default full_like.default to.dtype
     max_pool2d.default avg_pool1d.default avg_pool2d.default adaptive_avg_pool1d.default adaptive_avg_pool2d.default
     upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_nearest2d.vec pixel_shuffle.default pixel_unshuffle.default
-    _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec
+    _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec grid_sampler.default
     sym_size.int
     """
 )

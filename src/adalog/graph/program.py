@@ -114,7 +114,7 @@ class Program:
 
         watch(node, args, result) is called after every operation, with its evaluated arguments. If it returns a value
         other than None, that value replaces the result. steps: functions by node name; each computes its node's value
-        from the arguments, instead of the node's operation. Raises ProgramError if an operation fails.
+        from all arguments, instead of the node's operation. Raises ProgramError if an operation fails.
         """
         if len(inputs) != len(self.inputs):
             raise TypeError(f"the model takes {len(self.inputs)} inputs, got {len(inputs)}")
@@ -137,7 +137,7 @@ class Program:
                 kwargs["device"] = device
             try:
                 step = None if steps is None else steps.get(node.name)
-                result = self.apply(node, args, kwargs) if step is None else step(*args)
+                result = self.apply(node, args, kwargs) if step is None else step(*args, **kwargs)
             except torch.OutOfMemoryError:
                 raise  # the batch is too large; the caller may halve it
             except Exception as cause:  # an operation may raise any exception for its arguments

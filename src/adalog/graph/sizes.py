@@ -18,6 +18,7 @@ from torch.utils._sympy import functions
 from torch.utils._sympy.value_ranges import bound_sympy
 
 from adalog.errors import CaptureError
+from adalog.graph.exported import ONE_SIZE
 from adalog.graph.program import Node, Program, Ref
 
 _TORCH = Path(torch.__file__).parent
@@ -187,8 +188,7 @@ class _Writer:
                 return self._joined(f"sym.{name}", [self._value(argument, guard) for argument in arguments])
         raise CaptureError(
             f"the model takes another code path for sizes that do not satisfy {_told(guard)}, but adalog cannot check "
-            f"this because a program cannot hold {_told(expression)}: capture it for one size "
-            '(sizes="fixed", or without --free-sizes)'
+            f"this because a program cannot hold {_told(expression)}: {ONE_SIZE}"
         )
 
     def _joined(self, op: str, values: Sequence[Ref | int]) -> Ref | int:

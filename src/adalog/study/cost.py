@@ -39,6 +39,7 @@ _MULTIPLICATIONS = {
     **dict.fromkeys(aten("adaptive_avg_pool1d.default adaptive_avg_pool2d.default"), 1),
     # With n taps: n products in each of n rows, then n products across the rows, as when an image is enlarged.
     **dict.fromkeys(aten("upsample_bilinear2d.vec _upsample_bilinear2d_aa.vec"), 6),
+    "aten.grid_sampler.default": 4,  # four neighbours
     **dict.fromkeys(aten("upsample_bicubic2d.vec _upsample_bicubic2d_aa.vec"), 20),
 }
 # Operations with one multiplication per element of their input.

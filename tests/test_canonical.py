@@ -1,0 +1,286 @@
+"""What no input reaches is computed once, and operations on images are rewritten to the few that a program holds."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+import adalog
+from adalog import CaptureError
+from adalog.artifact import deserialise, serialise
+from adalog.graph.capture import capture
+from adalog.graph.operations import OPERATIONS
+from toys import TOKENS, Toy, assert_same, tokens_config
+
+MORE_TOKENS = torch.randn(7, 6, 8, generator=torch.Generator().manual_seed(1))
+MASK = torch.tensor([True, False, True, True, False, True])
+
+
+def check(model):
+    """Capture the model on two inputs, and compare it on seven others and on one."""
+    program = capture(model.eval(), TOKENS[:2])
+    assert {node.op for node in program.nodes} <= OPERATIONS
+    for tokens in (MORE_TOKENS, MORE_TOKENS[:1]):
+        assert_same(model, program, tokens)
+    return program
+
+
+def ops(program):
+    return {node.op.removeprefix("aten.").split(".")[0] for node in program.nodes}
+
+
+# --- constants -------------------------------------------------------------------------------------------------------
+
+
+def decomposed(model, x):
+    u, s, v = torch.linalg.svd(model.table)
+    return x + ((u * s) @ v)[:6]
+
+
+def written_diagonal(model, x):
+    mask = torch.eye(8)
+    mask.diagonal().mul_(3)
+    mask[0].cumprod_(0)
+    return x @ mask
+
+
+def filled(model, x):
+    table = torch.empty(8)
+    table.fill_(2)
+    return x * table + x.new_empty(8).zero_() + torch.empty_like(model.table[0]).fill_(1)
+
+
+CONSTANTS = {
+    "linspace": lambda m, x: x + torch.linspace(0, 1, 8),
+    "tile": lambda m, x: x * torch.arange(4.0).tile(2).cos(),
+    "interpolated table": lambda m, x: x + F.interpolate(m.table[None, :6], size=8, mode="linear")[0],
+    "one_hot": lambda m, x: x + F.one_hot(torch.arange(6), 8).float(),
+    "eye": lambda m, x: x @ torch.eye(8),
+    "polar": lambda m, x: x * torch.polar(torch.ones(8), torch.arange(8.0)).real,
+    "complex number": lambda m, x: x * torch.view_as_real(torch.exp(1j * torch.arange(4.0))).flatten(),
+    "argsort": lambda m, x: x[:, torch.argsort(m.table[:6, 0])],
+    "several results": decomposed,
+    "frequencies": lambda m, x: x * torch.outer(torch.arange(6.0), 1 / torch.logspace(0, 3, 8)).sin(),
+    "repeated by counts": lambda m, x: x + m.table[:3].repeat_interleave(torch.tensor([1, 2, 3]), 0),
+    "a number": lambda m, x: x * m.table.abs().max().item(),
+    "a mask as an index": lambda m, x: x[:, m.mask] + m.table[:6][m.mask],
+    "a mask of two dimensions": lambda m, x: x[:, m.table[:6] > 0],
+    "written diagonal": written_diagonal,
+    "memory that is filled later": filled,
+    "bucketize": lambda m, x: x + m.table[torch.bucketize(torch.arange(6.0), torch.tensor([1.0, 3.0]))],
+    "triangle": lambda m, x: x[:, torch.tril_indices(3, 3)[0]],
+    "cdist": lambda m, x: x + torch.cdist(m.table[:6], m.table),
+    "einsum with a diagonal": lambda m, x: x * torch.einsum("ii->i", m.table),
+    "fft": lambda m, x: x * torch.fft.fft(m.table)[0].abs(),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_what_no_input_reaches_is_computed_by_any_operation(name):
+    parts = {"table": nn.Parameter(torch.randn(8, 8)), "mask": nn.Buffer(MASK)}
+    function = CONSTANTS[name]
+    check(Toy(function, **parts, head=nn.Linear(8, 5)))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        parametrizations.weight_norm(nn.Linear(8, 5)),
+        pytest.param(parametrizations.spectral_norm(nn.Linear(8, 5)), id="spectral norm"),
+        pytest.param(parametrizations.orthogonal(nn.Linear(8, 8)), id="orthogonal"),
+    ],
+)
+def test_a_weight_that_is_computed_keeps_the_name_of_its_layer(layer):
+    program = check(Toy(lambda m, x: m.head(x), head=layer))
+    assert set(program.tensors) == {"head.weight", "head.bias"}
+    assert [node.op for node in program.nodes] == ["aten.linear.default"]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_weight_norm_by_a_hook():
+    assert ops(check(Toy(lambda m, x: m.head(x), head=nn.utils.weight_norm(nn.Linear(8, 5))))) == {"linear"}
+
+
+def test_a_constant_is_stored_in_the_artifact():
+    def function(model, x):
+        return model.head(x + torch.linspace(0, 1, 8) + torch.polar(torch.ones(8), torch.arange(8.0)).imag)
+
+    qmodel = adalog.quantize(Toy(function, head=nn.Linear(8, 5)).eval(), TOKENS, tokens_config())
+    again = deserialise(serialise(qmodel.quantized))
+    assert torch.equal(again.program.run([TOKENS]), qmodel(TOKENS))
+    assert not ops(again.program) & {"linspace", "polar", "imag"}
+
+
+def test_whitelisted_operations_on_tables_stay():
+    """A table of positions that is gathered in every block would be stored once per block."""
+    program = check(
+        Toy(lambda m, x: x + m.table[m.index], table=nn.Parameter(torch.randn(3, 8)), index=torch.arange(6) % 3)
+    )
+    assert program.tensors["table"].shape == (3, 8)
+    assert "index" in ops(program)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda m, x: x + torch.rand(8), lambda m, x: x * torch.bernoulli(torch.ones(8) / 2)]
+)
+def test_chance_is_not_computed_once(function):
+    with pytest.raises(
+        CaptureError, match=r"uses aten\.(rand|bernoulli)\.default at .*toys\.py:\d+, .* other values in"
+    ):
+        capture(Toy(function), TOKENS)
+
+
+# --- operations on images --------------------------------------------------------------------------------------------
+
+
+def masked_token(model, x):
+    x = x + 0
+    x[x[..., 0] > 0] = model.token
+    return x
+
+
+def masked_number(model, x):
+    x = x + 0
+    x[x > 1] = 0.5
+    x[:, model.mask] = -2.0
+    return x
+
+
+def rows_written(model, x):
+    x = x + 0
+    x[:, [1, 3]] = x[:, [0, 2]] * 2
+    return x.index_put((torch.tensor([0]), torch.tensor([2])), x.new_ones(8), accumulate=True)
+
+
+def sampled(model, x):
+    maps = x.unflatten(2, (2, 4)).transpose(1, 2)
+    grid = torch.tanh(x[:, :, :6].unflatten(2, (3, 2)))
+    return F.grid_sample(maps, grid, mode="bilinear", align_corners=False)
+
+
+IMAGES_OPERATIONS = {
+    "tensor_split": lambda m, x: torch.cat(x.tensor_split(4, 1)[::-1], 1) + x.tensor_split((2, -1), dim=1)[1].sum(),
+    "hsplit and dsplit": lambda m, x: torch.cat(torch.hsplit(x, 3)[1:], 1) + torch.dsplit(x, 2)[0].sum(),
+    "unfold": lambda m, x: x.unfold(1, 3, 2).flatten(2),
+    "unfold without overlap": lambda m, x: x.unfold(-1, 4, 4).unfold(1, 2, 2).flatten(2),
+    "index_put by a mask, one vector": masked_token,
+    "index_put by a mask, one number": masked_number,
+    "index_put": rows_written,
+    "masked_fill by a tensor": lambda m, x: x.masked_fill(x > 1, m.token.sum()),
+    "scatter": lambda m, x: torch.zeros_like(x).scatter(2, x.argmax(-1, keepdim=True), 1.0),
+    "scatter of values": lambda m, x: torch.zeros_like(x).scatter(2, x.topk(3, -1)[1], x),
+    "scatter_add": lambda m, x: torch.zeros_like(x).scatter_add(2, x.topk(3, -1).indices, x),
+    "one_hot": lambda m, x: F.one_hot(x.argmax(-1), 8) * x,
+    "max and min": lambda m, x: x / x.max() + x.min() + torch.max(x, m.token) - torch.min(x, -x),
+    "nan_to_num": lambda m, x: (x / (x > 0)).nan_to_num(1.0, 2.0) + (x / 0).nan_to_num(posinf=3, neginf=-4),
+    "logsumexp": lambda m, x: x.logsumexp(-1) + x.logsumexp((1, 2), keepdim=True)[..., 0],
+    "logsumexp of masked rows": lambda m, x: x.masked_fill(x < 9, -math.inf).logsumexp(-1).exp() + x[..., 0],
+    "cosine_similarity": lambda m, x: F.cosine_similarity(x, m.token, -1) + F.cosine_similarity(x, x.flip(1), dim=2),
+    "topk": lambda m, x: x.topk(2, dim=1)[0],
+    "sort": lambda m, x: x.sort(-1)[0],
+    "grid_sampler": sampled,
+    "einsum with an ellipsis": lambda m, x: torch.einsum("...c,dc->...d", x, m.table),
+    "einsum with two ellipses": lambda m, x: torch.einsum("...nc,...mc->...nm", x, x),
+    "einsum of one operand": lambda m, x: torch.einsum("bnc->cb", x),
+    "einsum of three operands": lambda m, x: torch.einsum("bnc,dc,de->bne", x, m.table, m.table),
+    "einsum with a sum": lambda m, x: torch.einsum("bnc,bmd->bn", x, x),
+    "einsum that repeats an operand": lambda m, x: torch.einsum("bnc,bmc->bnm", x, m.token[None, None]),
+    "einsum without an arrow": lambda m, x: torch.einsum("...ij,jk", x, m.table),
+}
+
+
+def operations_model(name):
+    parts = {"token": nn.Parameter(torch.randn(8)), "table": nn.Parameter(torch.randn(8, 8)), "mask": nn.Buffer(MASK)}
+    return Toy(IMAGES_OPERATIONS[name], **parts)
+
+
+@pytest.mark.parametrize("name", IMAGES_OPERATIONS)
+def test_operations_on_images(name):
+    check(operations_model(name))
+
+
+@pytest.mark.parametrize("name", ["index_put", "topk", "sort", "grid_sampler", "scatter", "unfold"])
+def test_operations_run_from_an_artifact(name):
+    function = IMAGES_OPERATIONS[name]
+    model = operations_model(name)
+    model.function = lambda m, x: m.head(function(m, x + 0).flatten(1)[:, :6])
+    model.head = nn.Linear(6, 5)
+    qmodel = adalog.quantize(model.eval(), TOKENS, tokens_config())
+    again = adalog.QuantizedModel(deserialise(serialise(qmodel.quantized)))
+    assert torch.equal(again(TOKENS), qmodel(TOKENS))
+    integers = again.compile("native" if adalog.library.levels() else "torch")
+    torch.testing.assert_close(integers(TOKENS), qmodel(TOKENS), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("function", "way_out"),
+    [
+        (lambda m, x: x[x > 0].sum() + x, "use torch.where"),
+        (lambda m, x: x + x.masked_select(x > 0).mean(), "use torch.where"),
+        (lambda m, x: torch.einsum("bii->bi", x[:, :, :6]), "quantize a part of the model"),
+    ],
+)
+def test_refusals_give_a_way_out(function, way_out):
+    with pytest.raises(CaptureError, match=rf"at .*test_canonical\.py:\d+|at .*toys\.py:\d+.*{way_out}"):
+        capture(Toy(function), TOKENS)
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Attention with 4 heads of queries and 2 heads of keys and values."""
+
+    def __init__(self, **choices):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.kv, self.head = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 5)
+        self.choices = choices
+
+    def forward(self, x):
+        q = self.q(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (2, 2, 4)).permute(2, 0, 3, 1, 4)
+        if "enable_gqa" not in self.choices:
+            k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        return self.head(F.scaled_dot_product_attention(q, k, v, **self.choices).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    "choices", [{"enable_gqa": True}, {"is_causal": True}, {"enable_gqa": True, "is_causal": True}]
+)
+def test_grouped_and_causal_attention_is_unfolded(choices):
+    model = Attention(**choices)
+    program = check(model)
+    assert sum(node.op == "aten.softmax.int" for node in program.nodes) == 1
+    qmodel = adalog.quantize(model, TOKENS, tokens_config())
+    assert [row.role for row in qmodel.ledger] == ["linear", "linear", "qk", "av", "linear"]
+    error = (qmodel(TOKENS) - model(TOKENS)).norm() / model(TOKENS).norm()
+    assert error < 0.05
+
+
+def test_causal_attention_of_images_of_any_size():
+    def function(model, x):
+        tokens = model.stem(x).flatten(2).transpose(1, 2)
+        return F.scaled_dot_product_attention(tokens, tokens, tokens, is_causal=True).mean(1)
+
+    images = torch.randn(7, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    model = Toy(function, stem=nn.Conv2d(3, 8, 4, 4)).eval()
+    program = capture(model, images, "free")
+    assert_same(model, program, images[:3, :, :16, :24])
+
+
+def test_fewer_rows_than_columns_of_causal_attention():
+    def function(model, x):
+        return F.scaled_dot_product_attention(x[:, :3], x, x, is_causal=True)
+
+    check(Toy(function))
+
+
+def test_sizes_of_layers_after_grouped_attention_stay():
+    choices = replace(tokens_config("w4a4", "adalog"), search=adalog.Search(rounds=1, steps=0), stages=())
+    qmodel = adalog.quantize(Attention(enable_gqa=True), TOKENS, choices)
+    assert all(math.isfinite(row.sqnr) for row in qmodel.ledger)
