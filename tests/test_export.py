@@ -52,7 +52,23 @@ def convolutions(self, x):
     return self.head(x.mean((2, 3)))
 
 
+def indices(self, x):
+    """Operations that choose values by their size or by places."""
+    maps = self.embed(x)
+    tokens = maps.flatten(2).transpose(1, 2)
+    best, places = tokens.topk(4, dim=1)
+    mixed = torch.zeros_like(tokens).scatter(1, places, best).scatter_add(1, places, tokens)
+    mixed[:, [1, 3]] = best[:, :2]
+    mixed[mixed > 1] = 0.5
+    grid = torch.tanh(tokens[:, None, :, :2])
+    sampled = F.grid_sample(maps, grid, align_corners=False).flatten(2).transpose(1, 2)
+    windows = mixed.sort(1)[0].unfold(1, 3, 2).mean(-1)
+    return self.head(F.gelu(windows.logsumexp(1) + sampled.nan_to_num().mean(1)))
+
+
 def toy(kind):
+    if kind == "indices":
+        return Toy(indices, embed=nn.Conv2d(3, 16, 8, 8), head=nn.Linear(16, 5))
     if kind == "attention":
         mask = torch.zeros(16, 16).masked_fill(torch.ones(16, 16).triu(9).bool(), -4.0)
         parts = {"embed": nn.Conv2d(3, 16, 8, 8), "norm": nn.LayerNorm(16), "qkv": nn.Linear(16, 48)}
@@ -121,6 +137,11 @@ def test_both_forms_are_certified(one, images):
 )
 def test_widths(quantize, images, kind, bits, form):
     assert_certified(quantize(kind, bits), form, images)
+
+
+@pytest.mark.slow
+def test_operations_that_choose_values(quantize, images):
+    assert_certified(quantize("indices", 8), "mixed", images)
 
 
 @pytest.mark.slow

@@ -38,12 +38,13 @@ PARAMETERS = {
 
 @dataclass(frozen=True)
 class Call:
-    """One operation of the exported graph, with everything that a rewrite needs to replace it.
+    """One operation `op` of the exported graph, with everything that a rewrite needs to replace it.
 
     metas, meta_kwargs: the arguments as tensors without data; their sizes may be symbolic. emit(op, *args, part=""):
     adds a node, named after this operation and the part, and returns a reference to it.
     """
 
+    op: str
     args: tuple[Arg, ...]
     kwargs: Mapping[str, Arg]
     metas: tuple[Any, ...]
@@ -346,6 +347,17 @@ def unfold_logsumexp(call: Call) -> Ref:
     return result if keep else call.emit("aten.squeeze.dims", result, dims)
 
 
+def unfold_scatter(call: Call) -> Ref | None:
+    """Cut the values of a scatter to the shape of the index, because ONNX does not take more of them."""
+    value, dim, index, source = call.args
+    places, given = call.metas[2:]
+    dims = [axis for axis in range(places.ndim) if str(places.shape[axis]) != str(given.shape[axis])]
+    for axis in dims:
+        end = call.size(index, places, axis)
+        source = call.emit("aten.slice.Tensor", source, axis, 0, end, part="_cut")
+    return call.emit(call.op, value, dim, index, source) if dims else None
+
+
 def _of_all(op: str) -> Callable[[Call], Ref]:
     """Return a rewrite of a reduction of all dimensions as one that names them."""
     return lambda call: call.emit(op, call.args[0], tuple(range(call.metas[0].ndim)))
@@ -405,6 +417,7 @@ UNFOLDED: Mapping[str, Callable[[Call], Any]] = {
     **dict.fromkeys(aten("tensor_split.sections tensor_split.indices"), unfold_tensor_split),
     **dict.fromkeys(aten("hsplit.int hsplit.array"), partial(unfold_tensor_split, dim=1)),
     **dict.fromkeys(aten("dsplit.int dsplit.array"), partial(unfold_tensor_split, dim=2)),
+    **dict.fromkeys(aten("scatter.src scatter_add.default"), unfold_scatter),
     "aten.one_hot.default": unfold_one_hot,
     "aten.nan_to_num.default": unfold_nan_to_num,
     "aten.cosine_similarity.default": unfold_cosine,

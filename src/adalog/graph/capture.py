@@ -269,7 +269,7 @@ class _Importer:
         """Import an operation that writes to no argument, by its rewrite if it has one."""
         if op in UNFOLDED:
             metas, meta_kwargs = fx.map_arg((node.args, dict(node.kwargs)), _meta)
-            instead = UNFOLDED[op](Call(args, kwargs, metas, meta_kwargs, partial(self._emit, node)))
+            instead = UNFOLDED[op](Call(op, args, kwargs, metas, meta_kwargs, partial(self._emit, node)))
             if instead is not None:
                 return instead
         return self._emit(node, op, *args, **kwargs)
