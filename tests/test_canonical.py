@@ -162,6 +162,12 @@ def sampled(model, x):
     return F.grid_sample(maps, grid, mode="bilinear", align_corners=False)
 
 
+def aliases(model, x):
+    x = torch.concat([torch.concatenate([x, torch.absolute(x)]), torch.negative(x)], 1)[: len(x)]
+    x = torch.multiply(x, torch.subtract(x, torch.divide(x, torch.true_divide(model.token, 2))))
+    return x.moveaxis(1, 2) * x.greater(0).logical_or(x.less_equal(x * 2)).mT + torch.special.expit(x).mT
+
+
 IMAGES_OPERATIONS = {
     "tensor_split": lambda m, x: torch.cat(x.tensor_split(4, 1)[::-1], 1) + x.tensor_split((2, -1), dim=1)[1].sum(),
     "hsplit and dsplit": lambda m, x: torch.cat(torch.hsplit(x, 3)[1:], 1) + torch.dsplit(x, 2)[0].sum(),
@@ -183,6 +189,7 @@ IMAGES_OPERATIONS = {
     "topk": lambda m, x: x.topk(2, dim=1)[0],
     "sort": lambda m, x: x.sort(-1)[0],
     "grid_sampler": sampled,
+    "other names": aliases,
     "einsum with an ellipsis": lambda m, x: torch.einsum("...c,dc->...d", x, m.table),
     "einsum with two ellipses": lambda m, x: torch.einsum("...nc,...mc->...nm", x, x),
     "einsum of one operand": lambda m, x: torch.einsum("bnc->cb", x),

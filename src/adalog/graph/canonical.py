@@ -390,9 +390,25 @@ def _corrected(op: str) -> Callable[[Call], Ref]:
     return spelled
 
 
+_COMPARISONS = {"greater": "gt", "less": "lt", "greater_equal": "ge", "less_equal": "le", "not_equal": "ne"}
+# Operations with several names in PyTorch.
+_ALIASES = {
+    "concat.default": "cat.default",
+    "concatenate.default": "cat.default",
+    "multiply.Tensor": "mul.Tensor",
+    "subtract.Tensor": "sub.Tensor",
+    "divide.Tensor": "div.Tensor",
+    "true_divide.Tensor": "div.Tensor",
+    "negative.default": "neg.default",
+    "absolute.default": "abs.default",
+    "moveaxis.int": "movedim.int",
+    "special_expit.default": "sigmoid.default",
+    **{f"{long}.{kind}": f"{short}.{kind}" for kind in ("Tensor", "Scalar") for long, short in _COMPARISONS.items()},
+}
 # Each function returns the replacement of an operation (a tuple of references for an operation with several results),
 # or None to keep the operation as it is.
 UNFOLDED: Mapping[str, Callable[[Call], Any]] = {
+    **{f"aten.{name}": _spelled(f"aten.{other}") for name, other in _ALIASES.items()},
     **dict.fromkeys(("aten.mT.default", "aten.mH.default"), _spelled("aten.transpose.int", -2, -1)),  # values are real
     "aten.adjoint.default": _spelled("aten.transpose.int", -2, -1),
     "aten.numpy_T.default": _reversed,

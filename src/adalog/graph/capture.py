@@ -4,6 +4,7 @@ The importer drops identities (dropout, clone, casts to the same dtype) and turn
 `adalog.graph.canonical` lists the other changes. `capture` then compares the program with the model.
 """
 
+import functools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -259,6 +260,8 @@ class _Importer:
             return self._emit(node, _NEW[op], *args[1:], dtype=_dtype(node))
         if op == "getitem" and isinstance(args[0], tuple):
             return args[0][args[1]]
+        if node.target in (operator.pow, pow) and type(args[1]) is int and args[1] > 0:
+            return functools.reduce(partial(self._emit, node, "sym.mul"), [args[0]] * args[1])
         if node.target in _ROUNDED and (instead := self._rounded(node)) is not None:
             return instead
         if _is_in_place(node):
