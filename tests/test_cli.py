@@ -463,7 +463,7 @@ CASES = [
     (quantize_of("none.py:model"), "none.py cannot be read: No such file or directory"),
     (
         quantize_of("own.py:branching"),
-        "Branching could not be exported, because it decides by the values of the images at own.py:",
+        "Branching could not be exported, because it decides by the values of tensors at own.py:",
     ),
     (
         quantize_of("own.py:bare"),

@@ -119,7 +119,7 @@ def line_of(function, words):
     [
         (Loop, Loop.forward, "for one in x", "Loop turns the number of images into a fixed number at {}: use x.shape"),
         (Fixed, helper, "x.view", "Fixed turns the number of images into a fixed number at {}: use x.shape"),
-        (ByValue, ByValue.forward, "if x.mean", "because it decides by the values of the images at {}, but a program"),
+        (ByValue, ByValue.forward, "if x.mean", "because it decides by the values of tensors at {}, but a program"),
         (Wrong, Wrong.forward, "[..., :3]", "Wrong fails on inputs of (2, 6, 8) at {} (RuntimeError: "),
         (Odd, Odd.forward, "Unknown", "Odd could not be exported ("),
     ],

@@ -316,7 +316,7 @@ def test_what_no_program_can_hold_is_told_by_its_sizes():
 
 def test_a_failed_export_with_free_sizes_names_the_reason():
     model = make(asks(lambda x: x.mean() > 0))
-    with pytest.raises(CaptureError, match="Toy could not be exported, because it decides by the values of the images"):
+    with pytest.raises(CaptureError, match="Toy could not be exported, because it decides by the values of tensors"):
         capture(model, of_size(40, 56), sizes="free")
 
 

@@ -117,7 +117,7 @@ def _refusal(model: nn.Module, failure: Exception, export: Callable[[], Any], wa
     place = at(place_of_error(failure))
     if "data-dependent" in message:
         return CaptureError(
-            f"{name} could not be exported, because it decides by the values of the images{place}, but a program has "
+            f"{name} could not be exported, because it decides by the values of tensors{place}, but a program has "
             f"only one path: use torch.where there, or {WITHOUT_IT}"
         )
     line = printable((message or type(failure).__name__).splitlines()[0])[:300].rstrip(" .:!")
