@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "config": {*SEARCHED, "calibration", "baselines", "methods"},
     "ledger": {"quantizers", "graph"},
     "quantized": {"config", "graph", "ledger"},
-    "artifact": {"quantizers", "config", "graph", "ledger", "quantized"},
+    "artifact": {"quantizers", "config", "graph", "ledger", "quantized", "run"},
     "runtime": {"quantizers", "graph", "ledger", "quantized", "run"},
     "export": {"quantizers", "graph", "ledger", "quantized", "artifact", "run", "runtime"},
     "hub": {"quantizers", "graph", "ledger", "quantized", "artifact"},

@@ -27,6 +27,7 @@ from adalog.ledger import LedgerRow, ledger_json
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import MAX_BITS, MIN_BITS, QuantizedTensor, Quantizer, UniformQuantizer
 from adalog.quantizers.codec import check_shape, checked_weight, decode_quantizer, decode_weight, encode_quantizer, pack
+from adalog.run.pack import KEY as PACK
 from adalog.stored import MAX_JSON, check, check_text, is_whole, parse_json
 
 FORMAT = 1
@@ -48,6 +49,11 @@ _FIELDS: dict[str, type] = {
 }
 MAX_RULE = 4096  # most operations of a rule for sizes, which is evaluated for each new shape
 DETECTOR = "adalog-detector"  # metadata key of a file with several artifacts: see adalog.detection.quantized
+# What other files of adalog hold, by their metadata keys.
+_OTHERS = {
+    DETECTOR: "a detector, which only `adalog evaluate --coco` and `adalog detect` can use",
+    PACK: "a pack, which `adalog.run` and the C library run: give the artifact that it was made from",
+}
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 DTYPES |= {
     "float64": torch.float64,
@@ -207,7 +213,8 @@ def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
     """Return the JSON of an artifact. Raises ArtifactError for bytes that are not an artifact of this format."""
     try:
         metadata = table_of(content)["__metadata__"]
-        text = None if DETECTOR in metadata else metadata[KEY]
+        others = [what for key, what in _OTHERS.items() if key in metadata]
+        text = None if others else metadata[KEY]
         check(text is None or set(metadata) == {KEY}, "the metadata has unknown keys")
     except Exception as cause:  # parsing may raise anything for other bytes
         raise ArtifactError(
@@ -215,7 +222,7 @@ def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
             "`adalog quantize`"
         ) from cause
     if text is None:
-        raise ArtifactError(f"{name} holds a detector, which only `adalog evaluate --coco` and `adalog detect` can use")
+        raise ArtifactError(f"{name} holds {others[0]}")
     try:
         header: dict[str, Any] = parse_json(text)
         found = header["format"]

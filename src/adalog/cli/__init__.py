@@ -17,6 +17,7 @@ from adalog.cli import (
     export,
     inspect,
     methods,
+    pack,
     pareto,
     quantize,
     report,
@@ -43,6 +44,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor.command,
     "bench": bench.command,
     "tape": tape.command,
+    "pack": pack.command,
     "vectors": vectors.command,
     "cost": cost.command,
 }

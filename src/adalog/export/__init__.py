@@ -1,4 +1,4 @@
-"""Export quantized programs to other engines, certify the exported files, and make tapes for `adalog.run`."""
+"""Export quantized programs to other engines, certify the exported files, and make tapes and packs for `adalog.run`."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,7 @@ from adalog.export.certificate import Certificate, certify
 from adalog.export.engines import ENGINES, Engine, to_openvino
 from adalog.export.noise import noise_like
 from adalog.export.onnx import to_onnx
+from adalog.export.pack import to_pack
 from adalog.export.replay import FORMS, Form
 from adalog.export.tape import to_tape
 from adalog.quantized import QuantizedProgram
@@ -21,6 +22,7 @@ __all__ = [
     "export",
     "to_onnx",
     "to_openvino",
+    "to_pack",
     "to_tape",
 ]
 

@@ -1,6 +1,7 @@
 """Run an artifact with the compiled kernels and NumPy, without PyTorch.
 
 The command `adalog tape` records the calls of the kernels in a file with the suffix .tape. This module runs the calls.
+`adalog pack` writes the artifact, its tapes and a description to one file, which this module and the C library run.
 The outputs are bit for bit those of the executor "native". This module does not import PyTorch.
 
 Examples:
@@ -9,9 +10,11 @@ Examples:
     >>> logits = model(images)  # a NumPy array, float32, (B, 3, 224, 224), normalised as in calibration
 """
 
+import contextlib
 import hashlib
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,13 @@ from safetensors import safe_open
 
 from adalog import stored
 from adalog.errors import ArtifactError, ProgramError, one_line
-from adalog.run import abi
+from adalog.run import abi, pack
 from adalog.run import tape as tapes
 
 __all__ = ["Model", "load", "tape_path"]
 
 Array = npt.NDArray[Any]
+SUFFIX = ".adalog"  # of packs; a damaged one is still reported as a pack
 
 
 def tape_path(artifact: str | Path) -> Path:
@@ -48,62 +52,51 @@ class Model:
 
     Args:
         context: The compiled kernels, with their number of threads and level.
-        header: The contents of the tape.
-        constants: The constants of the tape, uint8, (bytes,).
+        recordings: The contents of each tape, in the order of their batches, and its constants, uint8, (bytes,).
         tensor: Function that returns a tensor of the artifact by name.
 
     Attributes:
-        batch: Number of images per run, which the tape fixes. Other numbers of images run in pieces of this size.
+        batch: Number of images per run, which the tape fixes. If there are several tapes, the largest number. Other
+            numbers of images run in pieces.
+        batches: The number of images per run of each tape.
         inputs: Shape of each input by name, with `batch` images.
+        preprocessing: The preparation of images that a pack records, as a dictionary, or None.
+        classes: The names of the classes that a pack records, or None.
         threads: Number of threads.
         level: Level of the kernels, one of `adalog.library.LEVELS`.
         weight_bytes: Memory of the weights [bytes].
         nbytes: All other memory [bytes].
 
     Raises:
-        ArtifactError: If the tape cannot be run.
+        ArtifactError: If the tapes cannot be run.
     """
 
-    def __init__(self, context: abi.Context, header: dict[str, Any], constants: Array, tensor: Callable[[str], Array]):
-        self.batch: int = header["batch"]
-        self.inputs = {name: tuple(shape) for name, shape in header["inputs"]}
-        stored.check(len(self.inputs) == len(header["inputs"]), "two of its inputs have one name")
-        sizes = [4 * int(np.prod(shape)) for shape in self.inputs.values()]
+    def __init__(
+        self,
+        context: abi.Context,
+        recordings: Sequence[tuple[dict[str, Any], Array]],
+        tensor: Callable[[str], Array],
+    ):
+        self.preprocessing: dict[str, Any] | None = None
+        self.classes: tuple[str, ...] | None = None
         self.threads, self.level = context.threads, context.level
-        most = self.batch * tapes.MAX_WORK
-        self._weights = tapes.weights_of(header["weights"], tensor)
-        self._memory = tapes.Memory(constants, header["work"], header["fills"], sizes, most)
-        self._calls = tapes.Calls(context, self._weights, self._memory, header["calls"])
-        stored.check(len(header["copies"]) == len(sizes), f"it copies {len(header['copies'])} inputs")
-        self._copies = list(map(self._copy, header["copies"], self.inputs.values()))
-        self._output = self._views(header["output"])
-        size = sum(view.nbytes for view in _leaves(self._output))
-        stored.check(size <= most, f"its outputs take {size} bytes, more than {most}")
-        self.weight_bytes = sum(weight.nbytes for weight in set(self._weights))
-        self.nbytes = len(constants) + len(self._memory.work)
+        weights = tapes.weights_of([header["weights"] for header, _ in recordings], tensor)
+        self._tapes = [_Tape(context, *recordings[i], weights[i]) for i in range(len(recordings))]
+        self.batches = tuple(tape.batch for tape in self._tapes)
+        self.batch, self.inputs = self._tapes[-1].batch, self._tapes[-1].inputs
+        self.weight_bytes = sum(weight.nbytes for weight in {each for some in weights for each in some})
+        self.nbytes = sum(tape.nbytes for tape in self._tapes)
         self._lock = threading.Lock()
 
-    def _copy(self, given: Any, shape: tuple[int, ...]) -> Array | None:
-        """Return the view to which an input of this shape is copied, or None if the kernels read the input in place."""
-        if given is None:
-            return None
-        found = self._memory.view(given, written=True)
-        good = found.shape == shape and found.dtype == np.float32
-        stored.check(good, f"it copies an input {shape} of float32 to {found.shape} of {found.dtype}")
-        return found
+    def describe(self) -> dict[str, list[dict[str, Any]]]:
+        """Describe the inputs and outputs.
 
-    def _views(self, given: Any) -> Any:
-        """Return the structure of the output, with views of the memory that holds one batch of each output."""
-        kind = next(iter(given)) if isinstance(given, dict) and len(given) == 1 else None
-        if kind is None:
-            found = self._memory.view(given)
-            stored.check(found.shape[:1] == (self.batch,), f"it outputs {found.shape} for {self.batch} images")
-            return found
-        items = given[kind]
-        stored.check(kind in ("tuple", "list", "dict") and isinstance(items, list), f"it outputs a {kind}")
-        if kind == "dict":
-            return {str(key): self._views(item) for key, item in items}
-        return (tuple if kind == "tuple" else list)(map(self._views, items))
+        Returns:
+            Under "inputs" and "outputs", one dictionary each, with "name", "type" and the "shape" per image. The name
+            of an output consists of the keys and numbers that lead to it in the model's structure of outputs.
+        """
+        inputs, outputs = self._tapes[0].describe()
+        return {"inputs": inputs, "outputs": outputs}
 
     def __call__(self, *inputs: Array) -> Any:
         """Compute the outputs.
@@ -132,22 +125,74 @@ class Model:
         if any(np.isnan(value).any() for value in given):
             raise ValueError("the inputs contain NaN, which cannot be quantized")
         (count,) = counts
-        result = _map(lambda view: np.empty((count, *view.shape[1:]), view.dtype), self._output)
+        result = _map(lambda view: np.empty((count, *view.shape[1:]), view.dtype), self._tapes[0].output)
+        start = 0
         with self._lock, np.errstate(all="ignore"):
-            for start in range(0, count, self.batch):
-                pieces = [value[start : start + self.batch] for value in given]
-                missing = self.batch - len(pieces[0])
+            while start < count:
+                # The largest batch that the rest fills, or else the smallest, with zeros for missing images.
+                tape = next((each for each in reversed(self._tapes) if each.batch <= count - start), self._tapes[0])
+                pieces = [value[start : start + tape.batch] for value in given]
+                missing = tape.batch - len(pieces[0])
                 if missing:
-                    padding = [(0, missing)], [(0, 0)]
-                    pieces = [np.pad(piece, padding[0] + padding[1] * (piece.ndim - 1)) for piece in pieces]
-                self._run(pieces)
-                end = min(start + self.batch, count)
-                for each, view in zip(_leaves(result), _leaves(self._output), strict=True):
+                    pieces = [np.pad(piece, [(0, missing)] + [(0, 0)] * (piece.ndim - 1)) for piece in pieces]
+                tape.run(pieces)
+                end = start + tape.batch - missing
+                for each, view in zip(_leaves(result), _leaves(tape.output), strict=True):
                     each[start:end] = view[: end - start]
+                start = end
         return result
 
-    def _run(self, pieces: list[Array]) -> None:
-        """Run one batch; the views in `_output` then hold the results."""
+
+class _Tape:
+    """The calls of one tape, bound to memory. `output` holds the results of the last run."""
+
+    def __init__(
+        self, context: abi.Context, header: dict[str, Any], constants: Array, weights: Sequence[abi.Weights]
+    ) -> None:
+        self.batch: int = header["batch"]
+        self.inputs = {name: tuple(shape) for name, shape in header["inputs"]}
+        stored.check(len(self.inputs) == len(header["inputs"]), "two of its inputs have one name")
+        sizes = [4 * math.prod(shape) for shape in self.inputs.values()]
+        most = self.batch * tapes.MAX_WORK
+        self._weights = weights
+        self._memory = tapes.Memory(constants, header["work"], header["fills"], sizes, most)
+        self._calls = tapes.Calls(context, weights, self._memory, header["calls"])
+        stored.check(len(header["copies"]) == len(sizes), f"it copies {len(header['copies'])} inputs")
+        self._copies = list(map(self._copy, header["copies"], self.inputs.values()))
+        self.output = self._views(header["output"])
+        size = sum(view.nbytes for view in _leaves(self.output))
+        stored.check(size <= most, f"its outputs take {size} bytes, more than {most}")
+        self.nbytes = len(constants) + len(self._memory.work)
+
+    def _copy(self, given: Any, shape: tuple[int, ...]) -> Array | None:
+        """Return the view to which an input of this shape is copied, or None if the kernels read the input in place."""
+        if given is None:
+            return None
+        found = self._memory.view(given, written=True)
+        good = found.shape == shape and found.dtype == np.float32
+        stored.check(good, f"it copies an input {shape} of float32 to {found.shape} of {found.dtype}")
+        return found
+
+    def _views(self, given: Any) -> Any:
+        """Return the structure of the output, with views of the memory that holds one batch of each output."""
+        kind = next(iter(given)) if isinstance(given, dict) and len(given) == 1 else None
+        if kind is None:
+            found = self._memory.view(given)
+            stored.check(found.shape[:1] == (self.batch,), f"it outputs {found.shape} for {self.batch} images")
+            return found
+        items = given[kind]
+        stored.check(kind in ("tuple", "list", "dict") and isinstance(items, list), f"it outputs a {kind}")
+        if kind == "dict":
+            return {str(key): self._views(item) for key, item in items}
+        return (tuple if kind == "tuple" else list)(map(self._views, items))
+
+    def describe(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the name, type and shape per image of each input and of each output."""
+        inputs = [pack.describe(name, np.dtype(np.float32), shape) for name, shape in self.inputs.items()]
+        return inputs, [pack.describe(name, view.dtype, view.shape) for name, view in _named(self.output)]
+
+    def run(self, pieces: list[Array]) -> None:
+        """Run one batch; the views in `output` then hold the results."""
         for structure, number, offset in self._calls.pointers:
             structure.data = pieces[number].ctypes.data + offset
         for static, piece in zip(self._copies, pieces, strict=True):
@@ -167,11 +212,11 @@ class Model:
 
 
 def load(path: str | Path, *, tape: str | Path | None = None, threads: int = 1, level: str | None = None) -> Model:
-    """Load an artifact and the tape that `adalog tape` made for it.
+    """Load a pack that `adalog pack` made, or an artifact and the tape that `adalog tape` made for it.
 
     Args:
-        path: The file of the artifact.
-        tape: The file of the tape. Default: the path of the artifact with the suffix .tape.
+        path: The file of the pack or of the artifact.
+        tape: The file of the artifact's tape. Default: the path of the artifact with the suffix .tape.
         threads: Number of threads that the kernels use.
         level: Kernels to use, one of `adalog.library.LEVELS`. Default: the fastest that run on this machine.
 
@@ -190,24 +235,62 @@ def load(path: str | Path, *, tape: str | Path | None = None, threads: int = 1, 
     """
     path = Path(path)
     _check_file(path, "name an artifact that `adalog quantize` made")
+    if tape is None and (path.suffix == SUFFIX or _is_pack(path)):
+        return _load_pack(path, threads, level)
     tape = tape_path(path) if tape is None else Path(tape)
     _check_file(tape, f"make it with `adalog tape {path}`, which needs PyTorch")
     context = abi.Context(threads, level)
-    try:
+    with _refusing(tape, f"make it again with `adalog tape {path}`"):
         with safe_open(tape, "np") as file:
             metadata = file.metadata() or {}
             stored.check(set(metadata) == {tapes.KEY}, "it holds no tape")
-            header, constants = tapes.parse(metadata[tapes.KEY]), file.get_tensor(tapes.CONSTANTS)
-        stored.check(constants.dtype == np.uint8 and constants.ndim == 1, "its constants are not bytes")
+            header, constants = tapes.parse(metadata[tapes.KEY]), _constants(file.get_tensor(tapes.CONSTANTS))
         if header["artifact"] != _sha256(path):
             raise ArtifactError(f"it belongs to another artifact, not to {path}")
         with safe_open(path, "np") as file:
-            return Model(context, header, constants, file.get_tensor)
+            return Model(context, [(header, constants)], file.get_tensor)
+
+
+def _is_pack(path: Path) -> bool:
+    """Return True if a file has the metadata key of a pack. `load` refuses other files later, with the reason."""
+    try:
+        with safe_open(path, "np") as file:
+            return pack.KEY in (file.metadata() or {})
+    except Exception:
+        return False
+
+
+def _load_pack(path: Path, threads: int, level: str | None) -> Model:
+    """Load a pack."""
+    context = abi.Context(threads, level)
+    with _refusing(path, "make it again with `adalog pack`"), safe_open(path, "np") as file:
+        metadata = file.metadata() or {}
+        stored.check(set(metadata) == {pack.KEY}, "it holds no pack")
+        header = pack.parse(metadata[pack.KEY])
+        constants = [_constants(file.get_tensor(pack.constants_of(tape["batch"]))) for tape in header["tapes"]]
+        model = Model(context, list(zip(header["tapes"], constants, strict=True)), file.get_tensor)
+        for tape in model._tapes:
+            same = (header["inputs"], header["outputs"]) == tape.describe()
+            stored.check(same, f"its description is not that of its tape for {tape.batch} images")
+        model.preprocessing = header["preprocessing"]
+        model.classes = None if header["classes"] is None else tuple(header["classes"])
+        return model
+
+
+@contextlib.contextmanager
+def _refusing(path: Path, way_out: str) -> Iterator[None]:
+    """Turn any exception into an ArtifactError that names the file and the way out."""
+    try:
+        yield
     except MemoryError:
         raise
     except Exception as cause:  # damaged files make the parsing raise anything
-        message = f"{tape} cannot be used: {one_line(cause)}; make it again with `adalog tape {path}`"
-        raise ArtifactError(message) from cause
+        raise ArtifactError(f"{path} cannot be used: {one_line(cause)}; {way_out}") from cause
+
+
+def _constants(value: Array) -> Array:
+    stored.check(value.dtype == np.uint8 and value.ndim == 1, "its constants are not bytes")
+    return value
 
 
 def _check_file(path: Path, way_out: str) -> None:
@@ -245,3 +328,12 @@ def _leaves(value: Any) -> Iterator[Array]:
             yield from _leaves(item)
     else:
         yield value
+
+
+def _named(value: Any, path: str = "") -> Iterator[tuple[str, Array]]:
+    """Yield the arrays of a nested value with their names: keys and numbers with dots between them."""
+    if not isinstance(value, (dict, tuple, list)):
+        yield path or "output", value
+        return
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _named(item, f"{path}.{key}" if path else str(key))

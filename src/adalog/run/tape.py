@@ -13,6 +13,7 @@ docs/reference/format.md describes the file.
 
 import ctypes
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -61,8 +62,13 @@ def parse(header: str) -> dict[str, Any]:
     """Parse the JSON of a tape and check its fields. Raises ArtifactError for another format or interface."""
     check(len(header) <= MAX_JSON, f"its JSON takes {len(header)} bytes, more than the limit of {MAX_JSON}")
     tape = parse_json(header)
-    check(isinstance(tape, dict), "its JSON is not an object")
     check_text(tape)
+    return check_fields(tape)
+
+
+def check_fields(tape: Any) -> dict[str, Any]:
+    """Check the fields of a tape, and return the tape. Raises ArtifactError for another format or interface."""
+    check(isinstance(tape, dict), "its JSON is not an object")
     found, interface = tape.get("format"), tape.get("interface")
     check(found == FORMAT, f"it has format {found}, but adalog reads format {FORMAT}")
     check(interface == library.ABI, f"it is for kernel interface {interface}, but adalog has {library.ABI}")
@@ -84,17 +90,17 @@ def _is_shape(shape: Any) -> bool:
     return isinstance(shape, list) and len(shape) <= 8 and all(is_whole(size, 0, 2**31) for size in shape)
 
 
-def weights_of(entries: Sequence[Any], tensor: Callable[[str], Array]) -> list[abi.Weights]:
-    """Load the weights that a tape lists. `tensor` returns the artifact's tensors; equal entries share one weight."""
+def weights_of(lists: Sequence[Sequence[Any]], tensor: Callable[[str], Array]) -> list[list[abi.Weights]]:
+    """Load the weights that each tape lists. `tensor` returns an artifact's tensor; equal entries share a weight."""
     made: dict[str, abi.Weights] = {}
     layouts: Counter[str] = Counter()
-    for entry in entries:
+    for entry in itertools.chain.from_iterable(lists):
         if repr(entry) not in made:
             made[repr(entry)] = _weight_of(entry, tensor)
             layouts[entry[0]] += 1
             told = f"weight {entry[0]} is laid out in more than {_MAX_LAYOUTS} ways"
             check(layouts[entry[0]] <= _MAX_LAYOUTS, told)
-    return [made[repr(entry)] for entry in entries]
+    return [[made[repr(entry)] for entry in entries] for entries in lists]
 
 
 def _weight_of(entry: Any, tensor: Callable[[str], Array]) -> abi.Weights:

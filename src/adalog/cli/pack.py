@@ -1,0 +1,59 @@
+"""`adalog pack`: write an artifact and its tapes to one file."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from adalog import DataError, artifact, export, files
+from adalog.cli.console import check_outputs, emit_json, say, waiting
+from adalog.cli.options import JsonOption
+from adalog.inputs.images import Preprocessing
+from adalog.run.tape import MAX_BATCH
+
+
+def command(
+    file: Annotated[Path, typer.Argument(help="Artifact to pack, written by `adalog quantize`.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Pack to write.")] = Path("model.adalog"),
+    batch: Annotated[
+        int, typer.Option(min=1, max=MAX_BATCH, help="Number of images that run at once, besides single images.")
+    ] = 8,
+    classes: Annotated[
+        Path | None, typer.Option(help="Text file with the name of one class per line, in the order of the outputs.")
+    ] = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Write an artifact and its tapes to one file, which `adalog.run` and the C library run without PyTorch.
+
+    The file also describes the inputs and outputs, the preparation of images, and the names of the classes.
+    """
+    check_outputs(out, json_out, reads=(file, *([classes] if classes else [])))
+    names = None if classes is None else _read_names(classes)
+    noted = artifact.deserialise(artifact.read(file), str(file)).provenance.get("preprocessing")
+    try:
+        preprocessing = None if noted is None else dataclasses.asdict(Preprocessing.from_json(noted))
+    except ValueError as cause:
+        raise DataError(f"{file} records an invalid preprocessing: {cause}; quantize the model again") from cause
+    batches = sorted({1, batch})
+    with waiting(f"packing {file}"):
+        content = export.to_pack(file, batches, preprocessing, names)
+    files.write_whole(out, content)
+    if json_out != "-":
+        told = " or ".join(map(str, batches))
+        say(f"{out}: {len(content):,} bytes, for {told} image{'s' if batches[-1] > 1 else ''} at once")
+    told_json = {"file": str(out), "bytes": len(content), "batches": batches, "classes": names and len(names)}
+    emit_json(told_json, json_out)
+
+
+def _read_names(path: Path) -> list[str]:
+    """Return the lines of a file of class names. Raises DataError if there are none, or if a line cannot be a name."""
+    try:
+        names = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as cause:  # ValueError: the bytes are not text, or no file can have this path
+        why = getattr(cause, "strerror", None) or "it is not text in UTF-8"
+        raise DataError(f"{path} cannot be read: {why}; give a text file with one name per line") from cause
+    odd = [number for number, name in enumerate(names, 1) if not name.strip() or not name.isprintable()]
+    if odd or not names:
+        raise DataError(f"{path}, line {odd[0] if odd else 1}, is not the name of a class: give one name per line")
+    return names

@@ -1,0 +1,176 @@
+"""Packs: an artifact, its tapes and a description in one file, which `adalog.run` opens or refuses."""
+
+import dataclasses
+import hashlib
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load as parse
+from safetensors.torch import save as to_bytes
+
+import adalog.run
+from adalog import ArtifactError, library
+from adalog.export import to_pack
+from adalog.inputs.zoo import DEMO_PREPROCESSING
+from adalog.run import pack
+from commands import call, say
+from stored import refused
+
+pytestmark = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
+
+PREPARATION = dataclasses.asdict(DEMO_PREPROCESSING)
+NAMES = [f"class {number}" for number in range(10)]
+
+
+@pytest.fixture(scope="module")
+def artifact(quantized, tmp_path_factory):
+    path = tmp_path_factory.mktemp("pack") / "model.safetensors"
+    quantized.save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def content(artifact):
+    return to_pack(artifact, (3, 1), PREPARATION, NAMES)
+
+
+@pytest.fixture
+def file(content, tmp_path):
+    (tmp_path / "model.adalog").write_bytes(content)
+    return tmp_path / "model.adalog"
+
+
+def header_of(content):
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(json.loads(content[8 : 8 + length])["__metadata__"][pack.KEY])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4])
+def test_bits_are_those_of_native(file, quantized, images, count):
+    model = adalog.run.load(file)
+    assert np.array_equal(model(images[:count].numpy()), quantized.compile("native")(images[:count]).numpy())
+    assert (model.batches, model.batch, model.inputs) == ((1, 3), 3, {"images": (3, 3, 32, 32)})
+    assert model.weight_bytes > 0
+
+
+def test_the_description(file):
+    model = adalog.run.load(file)
+    assert model.describe() == {
+        "inputs": [{"name": "images", "type": "float32", "shape": [3, 32, 32]}],
+        "outputs": [{"name": "output", "type": "float32", "shape": [10]}],
+    }
+    assert model.preprocessing == json.loads(json.dumps(PREPARATION))
+    assert model.classes == tuple(NAMES)
+
+
+def test_it_is_a_safetensors_file_with_the_artifact_in_it(file, artifact, content):
+    stored, wanted = parse(content), parse(artifact.read_bytes())
+    assert stored.keys() - wanted.keys() == {"constants/1", "constants/3"}
+    with safe_open(file, "pt") as opened:
+        assert list(opened.metadata()) == [pack.KEY]
+    text = json.dumps(header_of(content)["artifact"], separators=(",", ":"))
+    again = to_bytes({name: stored[name] for name in wanted}, {"adalog": text})
+    assert again == artifact.read_bytes()
+    assert header_of(content)["digest"] == hashlib.sha256(again).hexdigest()
+    refused(content, "holds a pack, which `adalog.run` and the C library run: give the artifact")
+
+
+def test_the_same_artifact_gives_the_same_bytes(artifact, content):
+    assert to_pack(artifact, (1, 3), PREPARATION, NAMES) == content
+
+
+ALONE = """
+import sys
+for name in ("torch", "typer", "rich", "PIL", "matplotlib", "jinja2"):  # all that NumPy and safetensors are not
+    sys.modules[name] = None  # importing it fails
+import numpy as np
+import adalog.run
+np.save(sys.argv[3], adalog.run.load(sys.argv[1])(np.load(sys.argv[2])))
+"""
+
+
+def test_numpy_and_safetensors_are_enough(file, quantized, images, tmp_path):
+    np.save(tmp_path / "images.npy", images.numpy())
+    given = [file, tmp_path / "images.npy", tmp_path / "logits.npy"]
+    subprocess.run([sys.executable, "-c", ALONE, *map(str, given)], check=True)
+    assert np.array_equal(np.load(given[2]), quantized.compile("native")(images).numpy())
+
+
+def test_names_that_do_not_fit(artifact):
+    with pytest.raises(ValueError, match=r"there are 9 names of classes, but the model outputs \(10,\) per image"):
+        to_pack(artifact, (1,), None, NAMES[:9])
+
+
+def test_the_command(artifact, monkeypatch, capsys, tmp_path):
+    names, out = tmp_path / "names.txt", tmp_path / "model.adalog"
+    names.write_text("\n".join(NAMES) + "\n")
+    told = say(monkeypatch, capsys, "pack", artifact, "-o", out, "--batch", 2, "--classes", names, "--json", "-")
+    assert json.loads(told) == {"file": str(out), "bytes": out.stat().st_size, "batches": [1, 2], "classes": 10}
+    model = adalog.run.load(out)
+    assert (model.batches, model.classes, model.preprocessing) == ((1, 2), tuple(NAMES), None)
+    for text, why in (("a\n\nb\n", "line 2, is not the name of a class"), ("", "line 1, is not the name")):
+        names.write_text(text)
+        code, error = call(monkeypatch, capsys, "pack", artifact, "-o", out, "--classes", names)
+        assert (code, why in " ".join(error.split())) == (2, True)
+    assert call(monkeypatch, capsys, "pack", artifact, "-o", out, "--classes", tmp_path / "none")[0] == 2
+    assert call(monkeypatch, capsys, "pack", artifact, "-o", artifact)[0] == 2
+
+
+def setting(*path):
+    *before, last, value = path
+
+    def change(header):
+        place = header
+        for key in before:
+            place = place[key]
+        place[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (setting("format", 2), "it has format 2, but adalog reads format 1"),
+        (setting("more", 1), "missing or unknown: more"),
+        (setting("bits", 4), "its field bits has the wrong type int"),
+        (setting("bits", "a\x1b"), "do not print"),
+        (setting("digest", "0"), "its tapes belong to another artifact"),
+        (setting("tapes", []), "it has 0 tapes, not 1 to 16"),
+        (lambda header: header["tapes"].reverse(), r"the batches of its tapes \[3, 1\] do not increase"),
+        (setting("tapes", 0, "interface", 1), "it is for kernel interface 1"),
+        (setting("tapes", 1, "work", 2**60), "which is out of range"),
+        (setting("inputs", 0, "name", "x"), "its description is not that of its tape for 1 images"),
+        (setting("outputs", 0, "type", "float64"), "its description is not that of its tape"),
+        (setting("classes", ["a"]), "it names 1 classes"),
+        (setting("classes", 0, 1), "a name of a class is not text"),
+        (setting("preprocessing", "size", [32]), "its preprocessing .* is not valid"),
+        (setting("preprocessing", "std", [1, 1, 0]), "its preprocessing .* is not valid"),
+        (setting("preprocessing", "mean", [1, 1, True]), "its preprocessing .* is not valid"),
+        (setting("preprocessing", {}), "its preprocessing has the fields"),
+    ],
+)
+def test_what_a_pack_may_not_say(content, file, change, match):
+    header = header_of(content)
+    change(header)
+    file.write_bytes(to_bytes(parse(content), {pack.KEY: json.dumps(header)}))
+    with pytest.raises(ArtifactError, match=match) as error:
+        adalog.run.load(file)
+    assert str(file) in str(error.value)
+    assert "make it again with `adalog pack`" in str(error.value)
+
+
+def test_what_is_damaged(content, file):
+    for damaged in (content[:-1], content[: len(content) // 2]):
+        file.write_bytes(damaged)
+        with pytest.raises(ArtifactError, match=r"model\.adalog cannot be used"):
+            adalog.run.load(file)
+    tensors = parse(content)
+    del tensors["constants/3"]
+    file.write_bytes(to_bytes(tensors, {pack.KEY: json.dumps(header_of(content))}))
+    with pytest.raises(ArtifactError, match="constants/3"):
+        adalog.run.load(file)
