@@ -14,7 +14,7 @@ def source_hash(folder: Path = Path(__file__).parent) -> str:
     These are the Python, C++ and JSON files of the package in `folder`, by default this one, with their paths in it.
     """
     found = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".json")):
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h", ".json")):
         name, content = path.relative_to(folder).as_posix().encode(), path.read_bytes()
         found.update(b"%d %s %d " % (len(name), name, len(content)))
         found.update(content)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from adalog import library
 
-SUMS, FLOATS, CODES, STEPS = range(4)  # what a kernel writes, as `Kind` in native.cpp numbers it
+SUMS, FLOATS, CODES, STEPS = range(4)  # what a kernel writes, as `Kind` in structures.h numbers it
 ACTIVATIONS = ("", "relu", "gelu", "gelu_tanh", "silu", "hardswish")  # as `Activation` numbers them
 
 # --- structures ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 //
 //     g++ -O2 -std=c++17 -shared -fPIC -pthread native.cpp ../../quantizers/elementwise.cpp -o _native.so
 //
-// The instruction set is chosen at run time. `abi.py` is the only caller. docs/reference/kernels.md has the design.
+// The instruction set is chosen at run time. `abi.py` and `model.cpp` are the callers. docs/reference/kernels.md has the design.
 //
 // The file has two parts. The first part is the same for all instruction sets. It includes this file again for each
 // instruction set. This compiles the second part, the kernels, once per instruction set in a separate namespace.
@@ -28,6 +28,9 @@
 #include <type_traits>
 #include <unistd.h>
 #include <vector>
+
+#include "structures.h"
+
 #ifdef __linux__
 #include <pthread.h>
 #include <sched.h>
@@ -59,7 +62,9 @@
 #define ADALOG_WIDE (ADALOG_LEVEL == 2 || ADALOG_LEVEL == 3)
 #define ADALOG_NEON (ADALOG_LEVEL == 4 || ADALOG_LEVEL == 5)
 
+#ifndef API  // CMakeLists.txt hides these functions: programs in C call those of adalog.h
 #define API extern "C" __attribute__((visibility("default")))
+#endif
 #define INLINE inline __attribute__((always_inline))
 #define NOT_INLINE __attribute__((noinline))
 #define INLINE_LAMBDA __attribute__((always_inline))
@@ -80,146 +85,6 @@ constexpr int64_t LONGEST = 1 << 24;        // limit of the terms and columns of
 constexpr size_t MOST_SCRATCH = 1 << 28;    // limit of a thread's scratch bytes; rows may overlap, so memory sizes do not limit it
 
 int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
-
-// --- structures that abi.py fills in (with the same names and fields there; see LAYOUT) --------------------------------
-
-// A function of a float that takes few values: it is values[i] if i of the 2^depth - 1 thresholds are above x. The
-// thresholds form a heap that starts at index 1. The larger thresholds of node k are below node 2 k, and the smaller ones
-// below node 2 k + 1. The search goes to 2 k + 1 if x is less than the threshold at k, and ends at 2^depth + i. length:
-// the entries of either array.
-//
-// Buckets of equal width give the same function. x falls into bucket slope x + origin, without the fraction and clamped
-// to 0 ... count - 1. A bucket with at most one threshold stores the threshold, the value below it, and the value from it
-// on. The threshold of a bucket with more of them is NaN, and the heap is searched instead.
-//
-// shift: if it is not 0, buckets do not have equal width. The first half of the buckets is for x below `center`, and the
-// second half for x from `center` on. The bits of the float32 |x - center|, without the last `shift` bits and minus
-// `least`, count buckets from the middle. So buckets are narrow near the centre and grow with the distance.
-struct Bucket {
-    float threshold;
-    uint16_t below, above;
-};
-struct Steps {
-    const float* heap;
-    const int32_t* values;  // bytes of up to two planes: low + 256 high
-    int64_t length;
-    int32_t depth, planes;
-    const Bucket* buckets;
-    int64_t count;
-    float slope, origin, center;
-    int32_t shift, least;
-    int32_t top;  // the largest byte of either plane
-    // For up to 31 thresholds, 32 buckets with at most `most` thresholds each, 1 to 3, fit in registers. near: (4, 32),
-    // three rows of thresholds, which are NaN if a bucket has fewer, and a row of int32, the number of thresholds above
-    // the lower end of the bucket. most is 0 if there are too many thresholds.
-    int32_t most;
-    const float* near;
-    int64_t near_length;  // entries
-    float near_slope, near_origin;
-};
-
-// The kind of results that are stored for accumulators, or for normalised values, x. For each column y = x scale + bias.
-enum Kind {
-    SUMS,    // x itself, int32
-    FLOATS,  // y, plus `residual`: float32
-    CODES,   // y rounded to a whole number and clamped to 0 ... high: uint8
-    STEPS,   // steps(y): uint8, in one plane or two
-    ACTIVE   // within the kernels only: FLOATS or CODES with an activation
-};
-// A function f of y, or of y plus `residual`. It is stored as FLOATS, or as the CODES of f code_scale + code_zero.
-enum Activation { NONE, RELU, GELU, GELU_TANH, SILU, HARDSWISH };
-struct Output {
-    int32_t kind;
-    const float *scale, *bias, *high;
-    const uint8_t* top;     // high, as bytes
-    int64_t parameters;     // entries of each of the four fields above
-    const float* residual;  // has the same distance between rows as the output
-    int64_t residual_bytes;
-    void *data, *more;      // more: the second plane, with the high bytes
-    int64_t bytes;          // bytes of data, and of more
-    int64_t row;            // entries from one row to the next
-    // For outputs without batches and heads. place: the number of the row at which each row is stored, or -1 to drop it.
-    // added_to: the number of the row of the residual that is added to it. Null means the row's own number. No two rows
-    // have the same place.
-    const int32_t *place, *added_to;
-    int64_t places;         // entries of place, and of added_to
-    int32_t activation;
-    const float *code_scale, *code_zero;  // for CODES with an activation; `parameters` entries each
-    Steps steps;
-};
-
-struct Weights;
-struct Linear {
-    const Weights* weights;
-    const uint8_t *data, *more;  // the left operand, (rows, terms); more: high bytes
-    int64_t bytes, row, rows;    // row: bytes from one row to the next
-    Output out;
-};
-
-// Matrices of bytes, one per batch and head: entry (b, h, i, j) is at b batch + h head + i row + j.
-struct Side {
-    const uint8_t *data, *more;
-    int64_t bytes, batch, head, row;
-    const int32_t* zero;  // zero points, one per head
-    int32_t bits;
-    int32_t transposed;  // for the right operand of a product: entry (i, j) of the matrix that is multiplied is (j, i) here
-    int32_t top;         // the largest byte of a left operand
-};
-struct Matrices {
-    int64_t batches, heads, rows, terms, columns;
-    Side left, right;
-    Output out;                     // parameters: (heads, columns)
-    int64_t out_batch, out_head;    // entries
-};
-struct Attention {
-    Matrices scores;        // queries and keys; its `out` is not used
-    const float* factor;   // value of one unit of the accumulator, in log2 units, one per head
-    const float* bias;     // added to scores, in log2 units: (bias_tables, bias_heads, rows, columns); may be null
-    const int32_t* bias_of;  // the table that each batch uses
-    int64_t bias_bytes, bias_tables, bias_heads, bias_batches;  // bias_batches: entries of bias_of
-    Steps steps;           // maps log2 of a probability to its bytes
-    int32_t zero;          // zero point of the probabilities' codes
-    float code_scale;      // for a uniform quantizer: code = probability * code_scale + zero, without steps; otherwise 0
-    int64_t columns;       // columns of the values
-    Side values;
-    Output out;
-    int64_t out_batch, out_head;
-};
-
-struct Norm {
-    const float* data;
-    int64_t bytes, row, rows, columns;
-    float epsilon;
-    Output out;
-};
-// Encodes values as the quantizers do: here CODES divide by `scale`, round, and then add `bias`.
-struct Encode {
-    const float* data;
-    int64_t bytes, row, rows, columns;
-    Output out;
-};
-// Copies the window of each output of a convolution:
-// (images, channels, height, width) -> (images * outputs, channels * kernel).
-struct Patches {
-    const uint8_t* data;
-    int64_t bytes, images, channels, height, width;
-    int64_t kernel[2], stride[2], padding[2], dilation[2];
-    int32_t fill;
-    uint8_t* out;
-    int64_t out_bytes, row;
-};
-
-// Convolves each channel of codes alone. The images have their channels last in memory, (images, height, width,
-// channels). The output has one row of channels for each of its pixels.
-struct Depthwise {
-    const uint8_t* data;
-    int64_t bytes, images, channels, height, width;
-    int64_t kernel[2], stride[2], padding[2], dilation[2];
-    const uint8_t* zero;     // the zero point of each channel, which is also the padding
-    const int16_t* factors;  // the weights minus their zero points, two taps of the kernel together: (pairs, channels, 2)
-    int64_t pairs;           // if the kernel has an odd number of taps, the second factor of the last pair is zero
-    Output out;
-};
 
 // --- memory and threads ------------------------------------------------------------------------------------------------
 
@@ -755,65 +620,12 @@ API unsigned adalog_features(void) {
 // Returns the version of this interface. library.py refuses a library of another version.
 API int adalog_abi(void) { return 10; }
 
-// Offset and size of each structure and field, in bytes. library.py refuses a library whose structures differ.
-struct Field {
-    const char* name;
-    int64_t offset, size;
-};
-#define WHOLE(structure) {#structure, 0, sizeof(structure)}
-#define FIELD(structure, field) {#structure "." #field, offsetof(structure, field), sizeof(structure::field)}
-static const Field LAYOUT[] = {
-    WHOLE(Steps),
-    FIELD(Steps, heap), FIELD(Steps, values), FIELD(Steps, length), FIELD(Steps, depth), FIELD(Steps, planes),
-    FIELD(Steps, buckets), FIELD(Steps, count), FIELD(Steps, slope), FIELD(Steps, origin), FIELD(Steps, center),
-    FIELD(Steps, shift), FIELD(Steps, least), FIELD(Steps, top),
-    FIELD(Steps, most), FIELD(Steps, near), FIELD(Steps, near_length), FIELD(Steps, near_slope), FIELD(Steps, near_origin),
-    WHOLE(Output),
-    FIELD(Output, kind), FIELD(Output, scale), FIELD(Output, bias), FIELD(Output, high), FIELD(Output, top),
-    FIELD(Output, parameters), FIELD(Output, residual), FIELD(Output, residual_bytes), FIELD(Output, data),
-    FIELD(Output, more), FIELD(Output, bytes), FIELD(Output, row), FIELD(Output, place), FIELD(Output, added_to),
-    FIELD(Output, places), FIELD(Output, activation), FIELD(Output, code_scale), FIELD(Output, code_zero),
-    FIELD(Output, steps),
-    WHOLE(Linear),
-    FIELD(Linear, weights), FIELD(Linear, data), FIELD(Linear, more), FIELD(Linear, bytes), FIELD(Linear, row),
-    FIELD(Linear, rows), FIELD(Linear, out),
-    WHOLE(Side),
-    FIELD(Side, data), FIELD(Side, more), FIELD(Side, bytes), FIELD(Side, batch), FIELD(Side, head), FIELD(Side, row),
-    FIELD(Side, zero), FIELD(Side, bits), FIELD(Side, transposed), FIELD(Side, top),
-    WHOLE(Matrices),
-    FIELD(Matrices, batches), FIELD(Matrices, heads), FIELD(Matrices, rows), FIELD(Matrices, terms),
-    FIELD(Matrices, columns), FIELD(Matrices, left), FIELD(Matrices, right), FIELD(Matrices, out),
-    FIELD(Matrices, out_batch), FIELD(Matrices, out_head),
-    WHOLE(Attention),
-    FIELD(Attention, scores), FIELD(Attention, factor), FIELD(Attention, bias), FIELD(Attention, bias_of),
-    FIELD(Attention, bias_bytes), FIELD(Attention, bias_tables), FIELD(Attention, bias_heads),
-    FIELD(Attention, bias_batches), FIELD(Attention, steps), FIELD(Attention, zero), FIELD(Attention, code_scale),
-    FIELD(Attention, columns), FIELD(Attention, values), FIELD(Attention, out), FIELD(Attention, out_batch),
-    FIELD(Attention, out_head),
-    WHOLE(Norm),
-    FIELD(Norm, data), FIELD(Norm, bytes), FIELD(Norm, row), FIELD(Norm, rows), FIELD(Norm, columns),
-    FIELD(Norm, epsilon), FIELD(Norm, out),
-    WHOLE(Encode),
-    FIELD(Encode, data), FIELD(Encode, bytes), FIELD(Encode, row), FIELD(Encode, rows), FIELD(Encode, columns),
-    FIELD(Encode, out),
-    WHOLE(Patches),
-    FIELD(Patches, data), FIELD(Patches, bytes), FIELD(Patches, images), FIELD(Patches, channels),
-    FIELD(Patches, height), FIELD(Patches, width), FIELD(Patches, kernel), FIELD(Patches, stride),
-    FIELD(Patches, padding), FIELD(Patches, dilation), FIELD(Patches, fill), FIELD(Patches, out),
-    FIELD(Patches, out_bytes), FIELD(Patches, row),
-    WHOLE(Depthwise),
-    FIELD(Depthwise, data), FIELD(Depthwise, bytes), FIELD(Depthwise, images), FIELD(Depthwise, channels),
-    FIELD(Depthwise, height), FIELD(Depthwise, width), FIELD(Depthwise, kernel), FIELD(Depthwise, stride),
-    FIELD(Depthwise, padding), FIELD(Depthwise, dilation), FIELD(Depthwise, zero), FIELD(Depthwise, factors),
-    FIELD(Depthwise, pairs), FIELD(Depthwise, out),
-};
-#undef WHOLE
-#undef FIELD
-// Returns the name of one entry, "Structure" or "Structure.field", and writes its offset and size. Null after the last.
+// Returns the name of a row of `FIELDS`, and writes its offset and size in bytes. Null after the last. library.py refuses a
+// library whose structures differ.
 API const char* adalog_layout(int64_t index, int64_t* offset, int64_t* size) {
-    if (index < 0 || index >= int64_t(sizeof LAYOUT / sizeof *LAYOUT)) return nullptr;
-    *offset = LAYOUT[index].offset, *size = LAYOUT[index].size;
-    return LAYOUT[index].name;
+    if (index < 0 || index >= int64_t(sizeof FIELDS / sizeof *FIELDS)) return nullptr;
+    *offset = FIELDS[index].offset, *size = FIELDS[index].size;
+    return FIELDS[index].name;
 }
 
 // Starts threads for the kernels of a level. Returns null if the level or that many threads are not available.

@@ -98,7 +98,7 @@ def steps_of(values: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def search_tables(thresholds: Tensor, values: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Return (depth, heap, values) of a function of few values, as `Steps` in native.cpp defines them."""
+    """Return (depth, heap, values) of a function of few values, as `Steps` in structures.h defines them."""
     depth = max(4, len(thresholds).bit_length())
     count = 2**depth
     padded = torch.full((count - 1,), -math.inf)  # no value is below these
@@ -132,7 +132,7 @@ def _within(thresholds: Tensor, count: int) -> tuple[Tensor, Tensor, float, floa
 
 @dataclass(frozen=True)
 class Places:
-    """The rule that assigns values to buckets, as `Steps` in native.cpp defines it.
+    """The rule that assigns values to buckets, as `Steps` in structures.h defines it.
 
     Buckets have equal width, or grow with the distance from `center` if `shift` is not 0.
     """
@@ -145,7 +145,7 @@ class Places:
 
 
 def buckets_of(thresholds: Tensor, values: Tensor) -> tuple[Tensor, Places]:
-    """Return (buckets, places) of a function of few values, as `Steps` in native.cpp defines them.
+    """Return (buckets, places) of a function of few values, as `Steps` in structures.h defines them.
 
     buckets: int32, (count, 2): the bits of the threshold, a float32, and the values below it (low 16 bits) and from it
     on (high 16 bits). The count is doubled until each bucket has at most one threshold, or up to MOST_BUCKETS, which
@@ -205,7 +205,7 @@ def _around(thresholds: Tensor) -> tuple[Tensor, Tensor, Places]:
 
 
 def few_buckets_of(thresholds: Tensor) -> tuple[Tensor, int, float, float] | None:
-    """Return (near, most, near_slope, near_origin) of `Steps` in native.cpp, or None if 32 buckets are too few.
+    """Return (near, most, near_slope, near_origin) of `Steps` in structures.h, or None if 32 buckets are too few.
 
     near: float32, (4, 32).
     """

@@ -1,0 +1,359 @@
+"""The C library: it has the bits of `adalog.run`, and a hostile pack is refused or runs within its memory."""
+
+import dataclasses
+import json
+import random
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load as parse
+from safetensors.torch import save as to_bytes
+
+import adalog
+import adalog.run
+from adalog import Config, Search, demo, library
+from adalog.export import to_pack
+from adalog.run import pack
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ROOT / "src" / "adalog" / "runtime" / "native"
+FLAGS = ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover", "-pthread", f"-I{SOURCES}"]
+MEMORY = 2**28
+
+pytestmark = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
+
+
+@pytest.fixture(scope="module")
+def file(quantized, tmp_path_factory):
+    """A pack of a small model, for one image or three at once."""
+    folder = tmp_path_factory.mktemp("pack")
+    quantized.save(folder / "model.safetensors")
+    (folder / "model.adalog").write_bytes(to_pack(folder / "model.safetensors", (1, 3)))
+    return folder / "model.adalog"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """tests/pack.c with the library, under the sanitizers. The kernels are those of the package."""
+    folder = tmp_path_factory.mktemp("program")
+    c, cpp = shutil.which("gcc"), shutil.which("g++")
+    if not c or not cpp:
+        pytest.skip("there is no gcc or g++")
+    kernels = Path(library.load()[0]._name)
+    empty = folder / "empty.cpp"
+    empty.write_text("int main() {}")
+    if subprocess.run([cpp, *FLAGS, empty, "-o", folder / "empty"], capture_output=True, check=False).returncode:
+        pytest.skip("g++ has no sanitizers")
+    warnings = ["-Wall", "-Wextra", "-Werror"]
+    strict = [*warnings, "-std=c99", "-pedantic"]
+    subprocess.run([c, *FLAGS, *strict, "-c", ROOT / "tests" / "pack.c", "-o", folder / "pack.o"], check=True)
+    options = ["-std=c++17", "-ffp-contract=off", *warnings]
+    inputs = [SOURCES / "model.cpp", folder / "pack.o", kernels]
+    subprocess.run([cpp, *FLAGS, *options, *inputs, f"-Wl,-rpath,{kernels.parent}", "-o", folder / "pack"], check=True)
+    return folder / "pack"
+
+
+def run(program, *arguments, given=b"", fails=False):
+    """Return what the program writes. A report of a sanitizer fails the test."""
+    done = subprocess.run([program, *map(str, arguments)], input=given, capture_output=True, check=False, timeout=500)
+    assert done.returncode == int(fails), done.stderr.decode()[-3000:]
+    return done.stderr if fails else done.stdout
+
+
+def logits_of(program, file, images, level, threads=1):
+    written = run(program, level, threads, file, len(images), given=np.ascontiguousarray(images).tobytes())
+    return np.frombuffer(written, np.float32).reshape(-1, 10)
+
+
+@pytest.mark.parametrize("level", library.levels())
+def test_bits_are_those_of_the_python_runtime(program, file, images, quantized, level):
+    noise = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+    wanted = quantized.compile("native", level=level)(noise).numpy()
+    assert np.array_equal(adalog.run.load(file, level=level)(noise.numpy()), wanted)
+    for count, threads in ((0, 1), (1, 2), (2, 1), (8, 2)):
+        assert np.array_equal(logits_of(program, file, noise[:count].numpy(), level, threads), wanted[:count])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", ["w4a4", "w8a8"])
+def test_bits_of_the_bundled_model(program, tmp_path, bits):
+    search = Search(init=(8, 4), parents=4, steps=1, rounds=1)
+    config = dataclasses.replace(Config.preset(bits), images=8, search=search, stages=())
+    model = adalog.quantize(demo.load_model(), demo.calibration_images()[:8], config)
+    model.save(tmp_path / "vit.safetensors")
+    (tmp_path / "vit.adalog").write_bytes(to_pack(tmp_path / "vit.safetensors"))
+    images = demo.test_images()[0][:50]
+    for level in library.levels():
+        wanted = model.compile("native", level=level)(images).numpy()
+        assert np.array_equal(adalog.run.load(tmp_path / "vit.adalog", level=level)(images.numpy()), wanted)
+        assert np.array_equal(logits_of(program, tmp_path / "vit.adalog", images.numpy(), level), wanted)
+
+
+# --- float operations ------------------------------------------------------------------------------------------------
+
+
+def header_of(content):
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(json.loads(content[8 : 8 + length])["__metadata__"][pack.KEY])
+
+
+def changed(content, change, tensors=None):
+    """The pack with its JSON changed in place by `change`."""
+    header = header_of(content)
+    change(header)
+    return to_bytes(parse(content) | (tensors or {}), {pack.KEY: json.dumps(header)})
+
+
+def viewed(shape, order=None, at=0, region="constants"):
+    """A view of float32 whose dimensions lie in memory in this order, the last one dense."""
+    order = order or range(len(shape))
+    strides, step = [0] * len(shape), 4
+    for axis in reversed(order):
+        strides[axis], step = step, step * shape[axis]
+    return {"at": [region, at], "shape": list(shape), "strides": strides, "type": "float32"}
+
+
+MEAN, POOL = "aten.mean.dim", "aten.adaptive_avg_pool2d.default"
+OPERATIONS = [
+    *((f"aten.{name}.Tensor", (3, 4, 5), [(3, 4, 5), (4, 1)], []) for name in ("add", "sub", "mul", "div")),
+    ("aten.add.Tensor", (3, 4), [(3, 4)], [0.1]),
+    ("aten.cat.default", (3, 7, 5), [(3, 4, 5), (3, 3, 5)], [-2]),
+    ("copy", (3, 4, 5), [(3, 4, 5)], []),
+    (MEAN, (3, 33), [(3, 97, 33)], [[1]]),
+    (MEAN, (3, 1, 33), [(3, 97, 33)], [[-2], True]),
+    (MEAN, (3, 11), [(3, 11, 333)], [[2]]),
+    (MEAN, (3,), [(3, 97, 33)], [[1, 2]]),
+    (MEAN, (3, 5), [(3, 5, 17, 13)], [[2, 3]]),
+    (MEAN, (3, 5), [((3, 5, 17, 13), (0, 2, 3, 1))], [[-1, -2]]),
+    (POOL, (3, 5, 2, 3), [(3, 5, 17, 13)], [[2, 3]]),
+    (POOL, (3, 5, 2, 3), [((3, 5, 17, 13), (0, 2, 3, 1))], [[2, 3]]),
+]
+
+
+@pytest.mark.parametrize(("operation", "out", "operands", "rest"), OPERATIONS)
+def test_float_operations_have_the_bits_of_numpy(program, file, tmp_path, operation, out, operands, rest):
+    numbers = torch.randn(60_000, generator=torch.Generator().manual_seed(3)) * 1e3 + 7e4
+    views, at = [], 0
+    for operand in operands:
+        shape, order = operand if isinstance(operand[0], tuple) else (operand, None)
+        views.append(viewed(shape, order, at))
+        at += 4 * int(np.prod(shape))
+    arguments = [views, *rest] if operation == "aten.cat.default" else [*views, *rest]
+    written = viewed(out, region="work")
+
+    def change(header):
+        tape = header["tapes"][1]
+        tape |= {"work": 4 * int(np.prod(out)), "fills": [], "copies": [None], "output": written}
+        tape["calls"] = [["step", operation, [written, *arguments]]]
+        header["tapes"] = [tape]
+        header["outputs"] = [{"name": "output", "type": "float32", "shape": list(out[1:])}]
+
+    constants = numbers.view(torch.uint8)
+    (tmp_path / "pack").write_bytes(changed(file.read_bytes(), change, {"constants/3": constants}))
+    images = np.zeros((3, 3, 32, 32), np.float32)
+    wanted = adalog.run.load(tmp_path / "pack")(images)
+    found = run(program, "scalar", 1, tmp_path / "pack", 3, given=images.tobytes())
+    assert np.isfinite(wanted).all()
+    assert found == wanted.tobytes()
+
+
+# --- what is damaged or hostile --------------------------------------------------------------------------------------
+
+
+def replies(program, packs, level="scalar"):
+    """Open and run every pack: (status, message) of each."""
+    given = b"".join(struct.pack("<q", len(each)) + each for each in packs)
+    lines = run(program, level, MEMORY, given=given).decode().splitlines()
+    assert len(lines) == len(packs)
+    return [(int(line.partition(" ")[0]), line.partition(" ")[2]) for line in lines]
+
+
+def test_what_is_not_a_pack(program, file, tmp_path):
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    table = content[8 : 8 + length]
+
+    def with_table(text):
+        return len(text).to_bytes(8, "little") + text + content[8 + length :]
+
+    cases = {
+        b"": "it is too short",
+        content[:100]: "more bytes of JSON than it has",
+        content[:-1]: "does not fit in its offsets",
+        content + b"\0": "bytes after its tensors",
+        with_table(table.replace(b"adalog-pack", b"adalog-tape")): "it is not a pack",
+        with_table(table.replace(b'"U8"', b'"U9"', 1)): "invalid type or shape",
+        with_table(table.rstrip()[:-1] + b', "__metadata__": {}}'): "a key twice",
+        with_table(b"[" * 100): "nested more than 64 deep",
+        with_table(b'{"\xff": 1}'): "not UTF-8",
+        with_table(b'{"a": 01}'): "lacks a comma",
+        with_table(b'{"a": NaN}'): "not valid",
+        with_table(b'{"a": "\\ud800"}'): "half of a character",
+        with_table(b'{"a": 1e999}'): "out of range",
+        with_table(b"[" + b"1," * 2**20 + b"1]"): "more than 1048576 values",
+    }
+    for (status, message), wanted in zip(replies(program, list(cases)), cases.values(), strict=True):
+        assert (status, wanted in message) == (2, True), (message, wanted)
+    for path, wanted in ((tmp_path, b"not a regular file"), (tmp_path / "none", b"no such file")):
+        assert wanted in run(program, "scalar", 1, path, 1, fails=True)
+    assert b"the level fast does not run" in run(program, "fast", 1, file, 1, fails=True)
+    image = np.full((1, 3, 32, 32), np.nan, np.float32)
+    assert b"contain NaN" in run(program, "scalar", 1, file, 1, given=image.tobytes(), fails=True)
+
+
+def first(kernel):
+    """A function that gives the arguments of the first call of this kernel."""
+    return lambda header: next(given for _, name, given in header["tapes"][0]["calls"] if name == kernel)
+
+
+def tape(header):
+    return header["tapes"][0]
+
+
+def setting(where, *path):
+    *before, last, value = path
+
+    def change(header):
+        place = where(header)
+        for key in before:
+            place = place[key]
+        place[last] = value
+
+    return change
+
+
+HOSTILE = [
+    (setting(lambda header: header, "format", 2), "another format"),
+    (setting(lambda header: header, "digest", "0"), "belong to another artifact"),
+    (setting(lambda header: header, "bits", "a\x1b"), "do not print"),
+    (setting(lambda header: header, "classes", ["a"]), "as many classes"),
+    (setting(lambda header: header, "outputs", 0, "shape", [11]), "description"),
+    (setting(lambda header: header, "preprocessing", {"size": 1}), "the field resize of the preprocessing is missing"),
+    (setting(tape, "interface", 1), "kernel interface"),
+    (setting(tape, "batch", 0), "out of range"),
+    (setting(tape, "work", 2**60), "out of range"),
+    (setting(tape, "fills", [[0, 0, 2**40]]), "it fills"),
+    (setting(tape, "fills", [[2**62, 0, 2**62]]), "it fills"),
+    (setting(tape, "weights", 0, 2, 3), "have another size"),
+    (setting(tape, "weights", 0, 1, [1, 1]), "zero points"),
+    (setting(tape, "calls", 0, 1, "aten.exp.default"), "calls aten.exp.default, which"),
+    (setting(tape, "output", {"set": []}), "unknown structure"),
+    (setting(first("linear"), "weights", 99), "does not list"),
+    (setting(first("linear"), "rows", 1.5), "cannot hold"),
+    (setting(first("linear"), "bytes", 2**40), "as many bytes"),
+    (setting(first("linear"), "bytes", -1), "as many bytes"),
+    (setting(first("linear"), "data", ["work", 2**40]), "beyond its region"),
+    (setting(first("linear"), "data", ["stack", 0]), "unknown region"),
+    (setting(first("linear"), "out", "data", ["constants", 0]), "is not in work"),
+    (setting(first("norm"), "out", "scale", ["work", 0]), "is not in constants"),
+    (setting(first("norm"), "out", "scale", ["constants", 2]), "not aligned"),
+    (setting(first("norm"), "epsilon", None), "cannot hold"),
+    (setting(first("norm"), "out", "address", 1), "which its kernel does not take"),
+    (setting(first("attention"), "scores", "heads", 10**9), "as many bytes"),
+    (setting(first("attention"), "steps", "length", 2**30), "as many bytes"),
+    (setting(first("patches"), "kernel", [1]), "cannot hold"),
+    (setting(first("aten.mean.dim"), 0, "at", ["constants", 0]), "may not use"),
+    (setting(first("aten.mean.dim"), 1, "shape", [1, 10**9, 10**9]), "a view"),
+    (setting(first("aten.mean.dim"), 1, "type", "object"), "not valid"),
+    (setting(first("aten.mean.dim"), 2, [7]), "out of range"),
+]
+
+
+def test_what_a_pack_may_not_say(program, file):
+    content = file.read_bytes()
+    found = replies(program, [changed(content, change) for change, _ in HOSTILE])
+    for (status, message), (_, wanted) in zip(found, HOSTILE, strict=True):
+        assert (status, wanted in message) == (2, True), (message, wanted)
+    late = changed(content, setting(first("norm"), "rows", 10**6))
+    assert replies(program, [late]) == [(0, "")]  # three images run by the other tape
+    late = changed(content, lambda header: [setting(first("norm"), "rows", 10**6)(header), header["tapes"].pop()])
+    assert replies(program, [late]) == [(4, "step layer_norm fails: a kernel's sizes do not match")]
+
+
+def spots(value):
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(item, (dict, list)):
+            yield from spots(item)
+        yield value, key
+
+
+def mutants(content, seed, count):
+    """Packs with numbers, places and parts of their JSON changed at random, and packs with other bytes."""
+    chance, tensors, text = random.Random(seed), parse(content), json.dumps(header_of(content))
+    for _ in range(count):
+        if chance.random() < 0.2:
+            damaged = bytearray(content)
+            for _ in range(chance.choice([1, 1, 3])):
+                damaged[chance.randrange(len(damaged) if chance.random() < 0.5 else 3000)] = chance.randrange(256)
+            yield bytes(damaged[: chance.choice([len(damaged)] * 4 + [chance.randrange(len(damaged))])])
+            continue
+        header = json.loads(text)
+        tapes = header["tapes"] = [chance.choice(header["tapes"])]
+        if chance.random() < 0.2:
+            tapes[0]["calls"] = chance.sample(tapes[0]["calls"], chance.randrange(4))
+        part = chance.choice(["calls"] * 5 + ["work", "fills", "copies", "output", "weights", "inputs"])
+        places = [(tapes[0], part), *(spots(tapes[0][part]) if isinstance(tapes[0][part], (dict, list)) else [])]
+        for _ in range(chance.choice([1, 1, 2, 5])):
+            holder, key = chance.choice(places)
+            value = holder[key]
+            if isinstance(value, int):
+                holder[key] = chance.choice([value + 1, value - 1, 0, 1, -1, 2 * value, value // 2, 2**31, 2**63 - 1])
+            else:
+                other, where = chance.choice(places)
+                holder[key] = json.loads(json.dumps(other[where]))
+        yield to_bytes(tensors, {pack.KEY: json.dumps(header)})
+
+
+def hunt(program, file, seed, count, level):
+    found = [status for status, _ in replies(program, list(mutants(file.read_bytes(), seed, count)), level)]
+    assert {0, 2} <= set(found) <= {0, 2, 3, 4}
+
+
+def test_mutated_packs_do_no_harm(program, file):
+    hunt(program, file, 0, 300, "scalar")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_many_mutated_packs_do_no_harm(program, file, seed):
+    hunt(program, file, seed, 2500, library.levels()[-1])
+
+
+# --- the CMake project -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_project_and_the_example(file, tmp_path):
+    """Build, install and find the library; the example classifies an image with the shared and the static library."""
+    cmake, compiler = shutil.which("cmake"), shutil.which("c++")
+    if not cmake or not compiler:
+        pytest.skip("there is no cmake or C++ compiler")
+    installed, built = tmp_path / "installed", tmp_path / "built"
+    subprocess.run([cmake, "-S", ROOT, "-B", built, f"-DCMAKE_INSTALL_PREFIX={installed}"], check=True)
+    subprocess.run([cmake, "--build", built], check=True)
+    subprocess.run([cmake, "--install", built, "--strip"], check=True)
+    (shared,) = (path for path in installed.rglob("libadalog.so.*") if not path.is_symlink())
+    listed = subprocess.run(["nm", "-D", "--defined-only", shared], capture_output=True, text=True, check=True).stdout
+    names = {line.split()[-1] for line in listed.splitlines()}
+    assert {name for name in names if name.startswith("adalog_")} == {
+        f"adalog_model_{name}" for name in ("close", "describe", "open", "open_memory", "run")
+    }
+    image = np.random.default_rng(0).standard_normal((1, 3, 32, 32), np.float32)
+    image.tofile(tmp_path / "image.raw")
+    logits = adalog.run.load(file)(image)[0]
+    source = ROOT / "examples" / "c"
+    for kind, flags in (("shared", []), ("static", ["-DCMAKE_EXE_LINKER_FLAGS=-static -s"])):
+        copied, program = tmp_path / kind, tmp_path / f"built-{kind}"
+        shutil.copytree(source, copied)
+        listing = copied / "CMakeLists.txt"
+        listing.write_text(listing.read_text().replace("PRIVATE adalog::static", f"PRIVATE adalog::{kind}"))
+        subprocess.run([cmake, "-S", copied, "-B", program, f"-DCMAKE_PREFIX_PATH={installed}", *flags], check=True)
+        subprocess.run([cmake, "--build", program], check=True)
+        words = [program / "classify", file, tmp_path / "image.raw"]
+        printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        assert f"class {logits.argmax()}, logit {logits.max():g}\n" in printed
