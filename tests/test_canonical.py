@@ -163,7 +163,7 @@ def sampled(model, x):
 
 
 def aliases(model, x):
-    x = torch.concat([torch.concatenate([x, torch.absolute(x)]), torch.negative(x)], 1)[: len(x)]
+    x = torch.concat([torch.concatenate([x, torch.absolute(x)], 1), torch.negative(x)], 1)[:, : x.shape[1]]
     x = torch.multiply(x, torch.subtract(x, torch.divide(x, torch.true_divide(model.token, 2))))
     return x.moveaxis(1, 2) * x.greater(0).logical_or(x.less_equal(x * 2)).mT + torch.special.expit(x).mT
 

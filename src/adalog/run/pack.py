@@ -14,7 +14,13 @@ from adalog.stored import MAX_JSON, check, check_text, is_whole, parse_json
 FORMAT = 1
 KEY = "adalog-pack"
 MAX_TAPES = 16
-INTERPOLATIONS = ("bilinear", "bicubic", "lanczos", "nearest")
+# The fields of a preprocessing that are words, with the words.
+WORDS = {
+    "interpolation": ("bilinear", "bicubic", "lanczos", "nearest"),
+    "fit": ("stretch", "cover", "contain"),
+    "position": ("center", "center-floor", "top-left"),
+    "channels": ("rgb", "bgr"),
+}
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "format": int,
     "version": str,
@@ -27,7 +33,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "artifact": dict,
     "tapes": list,
 }
-_PREPARATION = {"size", "resize", "mean", "std", "interpolation", "rescale"}
+_PREPARATION = {"size", "resize", "mean", "std", "rescale", "fill", *WORDS}
 
 
 def constants_of(batch: int) -> str:
@@ -77,8 +83,13 @@ def _check_preparation(fields: dict[str, Any]) -> None:
     sizes = [fields["size"], fields["resize"] if isinstance(fields["resize"], list) else [fields["resize"]] * 2]
     good = all(isinstance(size, list) and len(size) == 2 for size in sizes)
     good = good and all(is_whole(side, 1, 2**31 - 1) for size in sizes for side in size)
-    colours = [fields["mean"], fields["std"], [fields["rescale"]] * 3]
+    colours = [
+        fields["mean"],
+        fields["std"],
+        [fields["rescale"]] * 3,
+        [0] * 3 if fields["fill"] is None else fields["fill"],
+    ]
     good = good and all(isinstance(each, list) and len(each) == 3 for each in colours)
     good = good and all(type(value) in (int, float) and math.isfinite(value) for each in colours for value in each)
-    good = good and min(fields["std"]) > 0 and fields["interpolation"] in INTERPOLATIONS
+    good = good and min(fields["std"]) > 0 and all(fields[name] in words for name, words in WORDS.items())
     check(good, f"its preprocessing {fields} is not valid")

@@ -59,14 +59,20 @@ typedef struct {
     size_t bytes;         /* of one image */
 } adalog_value;
 
-/* The preparation of an image that the model wants. The caller resizes the image, crops it at the centre, multiplies
- * values 0-255 by `rescale`, subtracts `mean` and divides by `std`, for red, green and blue. */
+/* The preparation of an image that the model wants. The caller resizes the image, crops or pads it, orders its channels,
+ * multiplies values 0-255 by `rescale`, subtracts `mean` and divides by `std`. docs/reference/inputs.md explains the
+ * words. */
 typedef struct {
     int height, width;               /* after the crop */
     int resize_height, resize_width; /* before the crop; equal if resize_shorter is not 0 */
     int resize_shorter;              /* not 0: resize the shorter side to this size and keep the proportions */
     const char* interpolation;       /* "bilinear", "bicubic", "lanczos" or "nearest" */
-    double mean[3], std[3], rescale;
+    const char* fit;                 /* "stretch", "cover" or "contain" */
+    const char* position;            /* of the crop or of the image on its padding: "center", "center-floor", "top-left" */
+    const char* channels;            /* "rgb" or "bgr" */
+    int pads;                        /* not 0: pad smaller images with the colour `fill` */
+    double fill[3];                  /* red, green and blue, 0-255 */
+    double mean[3], std[3], rescale; /* the first channel is that of `channels` */
 } adalog_preprocessing;
 
 /* All pointers stay valid until the model is closed. */

@@ -1037,7 +1037,8 @@ private:
 
     void read_preprocessing(Value given) {
         if (given.is(Json::NOTHING)) return;
-        given.check_fields({"size", "resize", "mean", "std", "interpolation", "rescale"}, "the preprocessing");
+        given.check_fields({"size", "resize", "mean", "std", "interpolation", "rescale", "fit", "position", "fill", "channels"},
+            "the preprocessing");
         bool good = true;
         auto side = [&](Value value) {
             good = good && value.is_whole(1, INT32_MAX);
@@ -1063,11 +1064,20 @@ private:
         colours(given.at("std"), to.std);
         good = good && *std::min_element(to.std, to.std + 3) > 0 && given.at("rescale").is_number();
         to.rescale = good ? given.at("rescale").number() : 0;
-        const Value interpolation = given.at("interpolation");
-        bool known = false;
-        for (const char* name : {"bilinear", "bicubic", "lanczos", "nearest"})
-            if (interpolation.is(Json::TEXT) && interpolation.text() == name) known = true, to.interpolation = name;
-        check(good && known, "its preprocessing is not valid");
+        to.pads = !given.at("fill").is(Json::NOTHING);
+        if (to.pads) colours(given.at("fill"), to.fill);
+        auto word = [&](const char* field, std::initializer_list<const char*> words) -> const char* {
+            const Value value = given.at(field);
+            for (const char* name : words)
+                if (value.is(Json::TEXT) && value.text() == name) return name;
+            good = false;
+            return "";
+        };
+        to.interpolation = word("interpolation", {"bilinear", "bicubic", "lanczos", "nearest"});
+        to.fit = word("fit", {"stretch", "cover", "contain"});
+        to.position = word("position", {"center", "center-floor", "top-left"});
+        to.channels = word("channels", {"rgb", "bgr"});
+        check(good, "its preprocessing is not valid");
         description_.preprocessing = &preprocessing_;
     }
 
