@@ -43,8 +43,9 @@ METHODS: dict[str, Method] = {
             "stages": (
                 Correction(images=Reconstruction().images),
                 Reconstruction(),
-                # Training mostly changes scales and biases here. Larger rates for codes would overfit the images.
-                Reconstruction(scope="model", drop=0.0, rate=0.003, scale_rate=0.003),
+                # Training mostly changes scales and biases here. Larger rates for codes would overfit the images. The
+                # KL divergence, which this loss adds for a classifier, keeps the power of the logits.
+                Reconstruction(scope="model", loss="output", drop=0.0, rate=0.003, scale_rate=0.003),
             ),
         },
     ),

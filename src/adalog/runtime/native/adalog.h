@@ -68,7 +68,7 @@ typedef struct {
     int resize_shorter;              /* not 0: resize the shorter side to this size and keep the proportions */
     const char* interpolation;       /* "bilinear", "bicubic", "lanczos" or "nearest" */
     const char* fit;                 /* "stretch", "cover" or "contain" */
-    const char* position;            /* of the crop or of the image on its padding: "center", "center-floor", "top-left" */
+    const char* position;            /* of the crop or padded image: "center", "center-floor" or "top-left" */
     const char* channels;            /* "rgb" or "bgr" */
     int pads;                        /* not 0: pad smaller images with the colour `fill` */
     double fill[3];                  /* red, green and blue, 0-255 */
