@@ -243,6 +243,9 @@ HOSTILE = [
     (setting(tape, "weights", 0, 1, [1, 1]), "zero points"),
     (setting(tape, "calls", 0, 1, "aten.exp.default"), "calls aten.exp.default, which"),
     (setting(tape, "output", {"set": []}), "unknown structure"),
+    (lambda header: tape(header).update(output={"dict": [["a" * 2000, tape(header)["output"]]]}), "more than 1024"),
+    (setting(tape, "weights", 0, 1, [1, 2**24 + 1]), "invalid shape"),
+    (setting(lambda header: header, "bits", "a\u061c"), "do not print"),
     (setting(first("linear"), "weights", 99), "does not list"),
     (setting(first("linear"), "rows", 1.5), "cannot hold"),
     (setting(first("linear"), "bytes", 2**40), "as many bytes"),
@@ -273,6 +276,18 @@ def test_what_a_pack_may_not_say(program, file):
     assert replies(program, [late]) == [(0, "")]  # three images run by the other tape
     late = changed(content, lambda header: [setting(first("norm"), "rows", 10**6)(header), header["tapes"].pop()])
     assert replies(program, [late]) == [(4, "step layer_norm fails: a kernel's sizes do not match")]
+
+
+def test_a_product_without_rows_is_checked_too(program, file):
+    """Kernels read the zero points of a side before its rows."""
+
+    def emptied(header):
+        scores = first("attention")(header)["scores"]
+        scores["rows"] = 0
+        del scores["left"]["zero"]
+        header["tapes"].pop()
+
+    assert replies(program, [changed(file.read_bytes(), emptied)])[0][0] == 4
 
 
 def spots(value):

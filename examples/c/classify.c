@@ -22,7 +22,8 @@ int main(int count, char** given) {
     if (adalog_model_open(given[1], &options, &model, &error)) return fail(error.message);
 
     const adalog_description* about = adalog_model_describe(model);
-    if (about->input_count != 1 || about->output_count != 1 || about->outputs[0].type != ADALOG_FLOAT32)
+    if (about->input_count != 1 || about->output_count != 1 || about->outputs[0].type != ADALOG_FLOAT32 ||
+        !about->outputs[0].bytes)
         return fail("the model is not a classifier of images");
     printf("%s, %s kernels\n", about->bits, about->level);
     if (about->preprocessing) {

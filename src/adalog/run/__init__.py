@@ -31,6 +31,7 @@ __all__ = ["Model", "load", "tape_path"]
 
 Array = npt.NDArray[Any]
 SUFFIX = ".adalog"  # of packs; a damaged one is still reported as a pack
+_MAX_NAME = 1024  # of an output [characters]; each of many outputs may repeat the keys above it
 
 
 def tape_path(artifact: str | Path) -> Path:
@@ -332,6 +333,7 @@ def _leaves(value: Any) -> Iterator[Array]:
 
 def _named(value: Any, path: str = "") -> Iterator[tuple[str, Array]]:
     """Yield the arrays of a nested value with their names: keys and numbers with dots between them."""
+    stored.check(len(path) <= _MAX_NAME, f"the name of an output has more than {_MAX_NAME} characters")
     if not isinstance(value, (dict, tuple, list)):
         yield path or "output", value
         return

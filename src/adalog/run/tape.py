@@ -34,6 +34,7 @@ ALIGNMENT = 64  # bytes of a cache line
 MAX_BATCH = 2**16
 MAX_WORK = 2**30  # bytes per image, for the work and for a view, which may repeat its memory
 _MAX_LAYOUTS = 16  # per weight
+_MAX_SIDE = 2**24  # of a weight, as in native.cpp
 _TYPES = ("float32", "float64", "uint8", "int32", "int64", "bool")
 _FIELDS = {
     "format": int,
@@ -109,7 +110,7 @@ def _weight_of(entry: Any, tensor: Callable[[str], Array]) -> abi.Weights:
     name, shape, *choices = entry
     good = len(choices) == 3 and all(is_whole(each, 0, 255) for each in choices) and 2 <= choices[0] <= 8
     check(
-        good and _is_shape(shape) and len(shape) == 2 and all(shape),
+        good and _is_shape(shape) and len(shape) == 2 and all(1 <= side <= _MAX_SIDE for side in shape),
         f"weight {name} has an invalid shape {shape} or invalid numbers {choices}",
     )
     packed, zero = tensor(f"codes/{name}"), tensor(f"zero_point/{name}")

@@ -8,7 +8,8 @@
  *     adalog_model_close(model);
  *
  * A pack may be hostile: it is either refused, or it runs within memory that the library allocates. Functions return 0 or
- * another `adalog_status`; then `error` has a message of one line. No function throws, prints or changes global state.
+ * another `adalog_status`; then `error` has a message of one line. No function throws, prints or changes global state,
+ * except that on a processor with AMX, opening a model asks Linux for the registers of AMX, which the process keeps.
  * Different models may be used by different threads. Calls of one model wait for each other.
  */
 #ifndef ADALOG_H
@@ -38,7 +39,9 @@ typedef struct {
 typedef struct {
     int threads;       /* threads that share the work of a call, 1 to 1024; default 1 */
     const char* level; /* the kernels: "scalar", "avx2", "avx512vnni", "amx", "neon" or "i8mm"; default the fastest */
-    size_t memory;     /* most bytes that the open model, and its file, may take; default 2 GiB */
+    size_t memory;     /* most bytes that the open model may take; default 2 GiB. While a model is opened, its file, with
+                        * the same limit, its JSON and the codes of one weight come on top. While it runs, each thread
+                        * takes up to 256 MiB more. */
 } adalog_options;
 
 typedef enum {
@@ -60,8 +63,11 @@ typedef struct {
 } adalog_value;
 
 /* The preparation of an image that the model wants. The caller resizes the image, crops or pads it, orders its channels,
- * multiplies values 0-255 by `rescale`, subtracts `mean` and divides by `std`. docs/reference/inputs.md explains the
- * words. */
+ * multiplies values 0-255 by `rescale`, subtracts `mean` and divides by `std`.
+ *
+ * fit, if resize_shorter is 0: "stretch" resizes to exactly the height and width. The others keep the proportions: "cover"
+ * makes the image as small as possible without falling below either side, and "contain" as large as possible without
+ * exceeding either. position: "center" rounds half a pixel to the nearest even number, "center-floor" rounds it down. */
 typedef struct {
     int height, width;               /* after the crop */
     int resize_height, resize_width; /* before the crop; equal if resize_shorter is not 0 */

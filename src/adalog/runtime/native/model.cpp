@@ -56,6 +56,8 @@ using Wide = __int128;
 constexpr char KEY[] = "adalog-pack";
 constexpr int64_t FORMAT = 1;
 constexpr int64_t MAX_BATCH = 1 << 16, MAX_WORK = 1 << 30, MAX_TAPES = 16;  // as in tape.py and pack.py
+constexpr size_t MAX_NAME = 1024;        // of an output [bytes]
+constexpr int64_t MAX_SIDE = 1 << 24;  // of a weight, as in native.cpp
 constexpr int MAX_LAYOUTS = 16;
 constexpr size_t ALIGNMENT = 64, MEMORY = size_t(1) << 31;
 const char* const LEVELS[] = {"scalar", "avx2", "avx512vnni", "amx", "neon", "i8mm"};  // by the bits of adalog_features
@@ -142,7 +144,7 @@ View dense(uint8_t* data, const Type* type, int rank, const int64_t* shape) {
     int64_t stride = int64_t(type->size);
     for (int i = rank - 1; i >= 0; i--) {
         view.shape[i] = shape[i], view.strides[i] = stride;
-        stride *= std::max<int64_t>(shape[i], 1);
+        stride = int64_t(std::min<Wide>(Wide(stride) * std::max<int64_t>(shape[i], 1), INT64_MAX));
     }
     return view;
 }
@@ -396,7 +398,7 @@ public:
         check(listed, "a weight is not [name, shape, bits, ...]");
         const std::string name(entry[0].text());
         int64_t shape[8], choices[3];
-        bool good = entry[1].shape(shape) == 2 && shape[0] && shape[1];
+        bool good = entry[1].shape(shape) == 2 && std::min(shape[0], shape[1]) > 0 && std::max(shape[0], shape[1]) <= MAX_SIDE;
         for (size_t i = 0; i < 3; i++) {
             good = good && entry[2 + i].is_whole(0, 255);
             choices[i] = entry[2 + i].whole();
@@ -472,7 +474,12 @@ struct Filled {
             return Filled{layout_of(scores->more), data + scores->offset, nullptr}.count(name);
         }
         const bool factors = structure == "Depthwise" && !std::strcmp(name, "factor_count");
-        if (factors) return 2 * count("pairs") * count("channels");
+        if (factors) {
+            const Wide pairs = count("pairs"), channels = count("channels");
+            check(std::min(pairs, channels) >= 0 && std::max(pairs, channels) <= INT32_MAX,
+                "it has a negative or too large number of channels");
+            return 2 * pairs * channels;
+        }
         check(around, "there is no field %s", name);
         return around->count(name);
     }
@@ -513,7 +520,7 @@ public:
         for (Value call : tape.at("calls")) bind(call, laid_out);
         read_copies(tape.at("copies"));
         Wide total = 0;
-        read_outputs(tape.at("output"), "", total);
+        read_outputs(tape.at("output"), "", total, budget);
         check(total <= most_, "its outputs take more than %lld bytes", static_cast<long long>(most_));
     }
 
@@ -849,7 +856,8 @@ private:
         }
     }
 
-    void read_outputs(Value given, const std::string& path, Wide& total) {
+    void read_outputs(Value given, const std::string& path, Wide& total, Budget& budget) {
+        check(path.size() <= MAX_NAME, "the name of an output has more than %d bytes", int(MAX_NAME));
         if (given.is(Json::OBJECT) && given.size() == 1) {
             const Value items = *given.begin();
             const std::string_view kind = items.key();
@@ -863,10 +871,11 @@ private:
                         "an output is not [key, value]");
                     name = std::string(item[0].text());
                 }
-                read_outputs(kind == "dict" ? item[1] : item, path.empty() ? name : path + "." + name, total);
+                read_outputs(kind == "dict" ? item[1] : item, path.empty() ? name : path + "." + name, total, budget);
             }
             return;
         }
+        budget.take(Wide(sizeof(Named) + path.size()));
         Named output{path.empty() ? "output" : path, view(given, false)};
         check(output.view.rank > 0 && output.view.shape[0] == batch, "an output does not have %d images", int(batch));
         total += output.view.count() * Wide(output.view.type->size);
@@ -908,7 +917,7 @@ struct adalog_model {
             tapes_.push_back(std::make_unique<Tape>(each, file, pack.at("digest").text(), weights, budget_));
             batches_.push_back(tapes_.back()->batch);
         }
-        check(std::is_sorted(batches_.begin(), batches_.end(), std::less_equal<>()),
+        check(std::adjacent_find(batches_.begin(), batches_.end(), std::greater_equal<>()) == batches_.end(),
             "the batches of its tapes do not increase");
         weights_ = weights.take();
         bits_ = std::string(pack.at("bits").text());

@@ -310,11 +310,14 @@ bool fits(const Side& side, int64_t batches, int64_t heads, int64_t rows, int64_
     if (!side.data || side.batch < 0 || side.head < 0 || side.row < 0 || batches < 0 || heads < 0) return false;
     if (batches > MOST || heads > MOST || rows > MOST || columns > MOST || rows < 0 || columns < 0) return false;
     if (side.batch > MOST || side.head > MOST || side.row > MOST) return false;
-    if (!batches || !heads || !rows || !columns) return true;
+    if (!batches || !heads) return true;
+    // Kernels read these for each head, even if there are no rows.
+    if (!side.zero || side.bits < 2 || side.bits > 8 || !is_byte(side.top)) return false;
+    if (!std::all_of(side.zero, side.zero + heads, is_byte)) return false;
+    if (!rows || !columns) return true;
     __int128 last = __int128(batches - 1) * side.batch + __int128(heads - 1) * side.head +
                     __int128(rows - 1) * side.row + columns;
-    if (last > side.bytes || !side.zero || side.bits < 2 || side.bits > 8 || !is_byte(side.top)) return false;
-    return std::all_of(side.zero, side.zero + heads, is_byte);
+    return last <= side.bytes;
 }
 
 bool good(const Steps& steps) {

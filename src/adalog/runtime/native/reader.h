@@ -295,6 +295,7 @@ private:
             // Marks without width, marks that change the direction of a text, and ends of lines and paragraphs.
             if ((point >= 0x200B && point <= 0x200F) || (point >= 0x2028 && point <= 0x202E)) return false;
             if ((point >= 0x2060 && point <= 0x206F) || (point >= 0xFFF0 && point <= 0xFFFB)) return false;
+            if (point == 0x61C || point == 0x180E || (point >= 0xE0000 && point <= 0xE0FFF)) return false;
         }
         return true;
     }
