@@ -55,6 +55,17 @@ def test_the_number_of_images_may_be_a_python_number(kind):
     assert {node.scope for node in program.nodes} >= {"head"}
 
 
+def test_a_quotient_that_may_be_negative_is_not_rounded_down():
+    """Python rounds it towards zero: -8 / 16 becomes 0, not -1."""
+
+    class Rounded(Base):
+        def forward(self, x):
+            return self.head(self.stem(x).mean((2, 3))) + int((x.shape[2] - 40) / 16)
+
+    with pytest.raises(CaptureError):
+        capture(Rounded().eval(), IMAGES, "free")
+
+
 def test_height_and_width_may_be_python_numbers():
     class Rows(Base):
         def forward(self, x):

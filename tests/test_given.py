@@ -55,6 +55,20 @@ def test_images_with_one_meaning_are_one_tensor(model, images):
     assert torch.equal(as_inputs(images, model, 16), IMAGES)
 
 
+def test_a_loader_of_batches_of_tokens_joins_them():
+    tokens = IMAGES.flatten(2)
+    assert torch.equal(as_inputs(DataLoader(tokens, batch_size=5), Model(), 16), tokens)
+
+
+def test_one_image_is_refused_without_a_change_of_the_model():
+    model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="images is one image"):
+        as_inputs(IMAGES[0], model, 16)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.training
+
+
 def test_a_loader_is_read_until_there_are_enough_images():
     assert len(as_inputs(DataLoader(IMAGES, batch_size=5), Model(), 6)) == 10
 

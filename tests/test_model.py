@@ -420,6 +420,21 @@ def test_a_state_dict_keeps_the_dtype_of_the_model_that_loads_it():
     torch.testing.assert_close(other(ROWS.double()).float(), one(ROWS))
 
 
+def test_a_state_dict_keeps_tensors_of_several_dtypes():
+    """A model that multiplies by a table in float64."""
+
+    def made(seed):
+        torch.manual_seed(seed)
+        table = torch.randn(5, 5, dtype=torch.float64)
+        model = Toy(lambda m, x: (m.fc(x).double() @ m.table).float(), fc=nn.Linear(16, 5), table=table)
+        return quantize(model.eval(), ROWS, QUICK)
+
+    one, other = made(1), made(2)
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one(ROWS), other(ROWS))
+    assert serialise(one) == serialise(other)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

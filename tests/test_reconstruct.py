@@ -520,7 +520,10 @@ def test_what_no_gradient_reaches_is_reconstructed_as_it_was(loss):
     torch.manual_seed(0)
     model = Toy(lambda m, x: (m.fc(x), (m.other(x) > 0).float()), fc=nn.Linear(8, 3), other=nn.Linear(8, 3)).eval()
     stage = Reconstruction(images=8, iterations=4, loss=loss)
-    adalog.quantize(model, TOKENS, tokens_config(stages=(stage,)))
+    before, after = (adalog.quantize(model, TOKENS, tokens_config(stages=stages)).program for stages in ((), (stage,)))
+    codes = [[each.weights[name].codes for name in sorted(each.weights)] for each in (before, after)]
+    same = [torch.equal(one, other) for one, other in zip(*codes, strict=True)]
+    assert dict(zip(sorted(before.weights), same, strict=True))["other.weight"]
 
 
 # --- SQNRs and errors that a reconstruction reports -------------------------------------------------------------------

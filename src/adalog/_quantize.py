@@ -15,8 +15,9 @@ from adalog.calibration.calibration import MEMORY, Calibration, digest
 from adalog.calibration.schedule import Progress
 from adalog.choices import check_whole
 from adalog.config import Config
-from adalog.errors import CalibrationError
+from adalog.errors import CalibrationError, RankError
 from adalog.graph.capture import Sizes, batched, take
+from adalog.graph.modules import float_module
 from adalog.graph.submodule import as_function, check_shareable, exchange, of_first_call, record_calls
 from adalog.inputs.given import Images, as_inputs
 from adalog.inputs.images import draw_indices
@@ -84,6 +85,7 @@ def quantize(
     inputs = as_inputs(images, model if within is None else within, config.images_needed)
     whole = batched(sample_images(inputs, config.images_needed, seed))
     sample = take(whole, range(config.images))
+    _check_alike(whole, ranks)
     if within is None:
         calibration = Calibration(model, sample, unlabelled=whole, seed=seed, memory=memory, sizes=sizes)
         result = calibration.quantize(config, progress, jobs=jobs, partial=partial, ranks=ranks)
@@ -92,7 +94,7 @@ def quantize(
     more = record_calls(model, within, whole)[1] if _count(whole) > config.images else calls
     given, unlabelled = (tuple(value for inputs in each for value in inputs) for each in (calls, more))
     sizes = sizes if len(calls) == 1 else "free"
-    part = as_function(model, call, len(calls))
+    part = as_function(float_module(model), call, len(calls))
     calibration = Calibration(part, given, unlabelled=unlabelled, seed=seed, memory=memory, sizes=sizes)
     if len(calls) > 1:
         check_shareable(model, calibration.sites)
@@ -113,6 +115,16 @@ def with_error(result: QuantizedModel, calibration: Calibration) -> QuantizedMod
     errors = calibration.output_error(result.program).items()
     result.note(output_error={kind: float(f"{error:.3g}") if math.isfinite(error) else None for kind, error in errors})
     return result
+
+
+def _check_alike(images: Sequence[object], ranks: Ranks) -> None:
+    """Raise RankError if another process has other images, for example from a loader that shuffles them."""
+    own = digest([value for value in images if isinstance(value, Tensor)]) if ranks.world > 1 else ""
+    if ranks.world > 1 and ranks.by_first(lambda: own) != own:
+        raise RankError(
+            f"process {ranks.rank} has other calibration images than process 0: give all processes the same images, in "
+            "the same order"
+        )
 
 
 def _count(inputs: Sequence[object]) -> int:

@@ -122,6 +122,8 @@ class Config:
         for name in ("weight_bits", "activation_bits", "softmax_bits", "input_bits"):
             check_bits(name, getattr(self, name))
         _check_pinned(self.pinned)
+        if not isinstance(self.search, AnySearch):
+            raise ValueError(f"search = {self.search!r} is not a search: give one such as Search() or ScaleSearch()")
         choices = (PostSoftmax, "post_softmax"), (PowerLaw, "post_gelu"), (Beyond, "beyond"), (Rounding, "rounding")
         for allowed, name in (*choices, (Tables, "tables"), (Weights, "weights")):
             check_choice(name, getattr(self, name), allowed)

@@ -10,7 +10,7 @@ _CORRECTED = {"stages": (Correction(),)}
 _ONE_KIND = {"search": Search(compare_uniform=False), **_CORRECTED}
 
 # There is one row per method. If the authors' released code differs from the paper, a second row with the suffix
-# "-released" computes what that code does, and benchmarks/golden.py compares it with outputs of that code. The first
+# "-released" computes what that code does, and experiments/golden.py compares it with outputs of that code. The first
 # three rows differ from "adalog" only in the quantizers of power-law activations. A row without stages has none.
 METHODS: dict[str, Method] = {
     "uniform": Method(

@@ -171,7 +171,11 @@ class QuantizedModel(nn.Module):
                 "names or shapes: load it into that model, or save the model as a file with save and use adalog.load"
             )
         now = next((value for value in self.program.tensors.values() if value.is_floating_point()), torch.zeros(()))
-        self.quantized = loaded.map_tensors(lambda value: value.to(now if value.is_floating_point() else now.device))
+        # This model may have become `.double()`.
+        cast = any(tensors[name].dtype != others[name].dtype for name in tensors.keys() & others.keys())
+        self.quantized = loaded.map_tensors(
+            lambda value: value.to(now if cast and value.is_floating_point() else now.device)
+        )
 
     def compile(self, executor: str = "torch", **choices: Any) -> Compiled:  # type: ignore[override]
         """Return a model that computes the products in integers.

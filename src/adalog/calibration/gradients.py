@@ -74,7 +74,7 @@ def mean_distance(outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor
         exact = wanted[0].log_softmax(-1)
         return (exact.exp() * (exact - outputs[0].log_softmax(-1))).sum(-1).mean()
     pairs = [pair for pair in zip(outputs, wanted, strict=True) if pair[1].is_floating_point()]
-    return sum(((value - exact).square().mean() for value, exact in pairs), torch.zeros(()))
+    return sum(((value - exact).square().mean() for value, exact in pairs), torch.zeros((), device=wanted[0].device))
 
 
 def given_probe(gradient: Tensor) -> Probe:

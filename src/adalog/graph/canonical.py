@@ -279,6 +279,7 @@ def unfold_windows(call: Call) -> Ref:
 def unfold_tensor_split(call: Call, dim: int = 0) -> Any:
     """Write `tensor_split` as a split with sizes. dim: the dimension, if the operation does not say it."""
     value, where, dim = (*call.args, call.kwargs.get("dim", dim))[:3]
+    dim = min(dim, call.metas[0].ndim - 1)  # `hsplit` splits the only dimension of a vector
     size = call.metas[0].shape[dim]
     if not isinstance(size, int) or not all(
         isinstance(each, int) for each in (where if type(where) is tuple else [where])

@@ -44,7 +44,7 @@ _SYMBOLIC: dict[Any, str] = {
     operator.neg: "sym.neg",
     operator.getitem: "getitem",
 }
-# Functions that round a quotient of sizes, which are positive.
+# Functions that round a quotient of sizes. Those that round towards zero round down if it is not negative.
 _ROUNDED: dict[Any, str] = {math.trunc: "down", math.floor: "down", torch.sym_int: "down", math.ceil: "up"}
 
 # A program drops `contiguous`, so it cannot guarantee the memory layout that `view` needs; `reshape` takes any layout.
@@ -336,6 +336,8 @@ class _Importer:
         if not isinstance(size, fx.Node) or not isinstance(count, (int, float)) or count != int(count):
             return None
         whole, count = self._convert(size), int(count)
+        if node.target is not math.floor and _ROUNDED[node.target] == "down" and (count < 1 or not _is_count(size)):
+            return None
         if _ROUNDED[node.target] == "down":
             return self._emit(node, "sym.floordiv", whole, count)
         less = self._emit(node, "sym.floordiv", self._emit(node, "sym.neg", whole, part="_less"), count, part="_down")
@@ -412,6 +414,16 @@ def _dtype(node: Any) -> torch.dtype:
 def _is_in_place(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
+
+
+def _is_count(value: Any) -> bool:
+    """Return True if a value is certainly not negative: a size, or a sum, product or quotient of such values."""
+    if not isinstance(value, fx.Node):
+        return isinstance(value, (int, float)) and value >= 0
+    if value.target in (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default):
+        return True
+    kinds = (operator.add, operator.mul, operator.floordiv, torch.sym_float)
+    return value.target in kinds and all(map(_is_count, value.args))
 
 
 def _shared_with(node: fx.Node) -> fx.Node | None:

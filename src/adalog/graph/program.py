@@ -181,7 +181,7 @@ class Program:
                 "for example because a map is not larger than a window: quantize it with images of about this size"
             )
         for node in self.nodes:
-            _check_dtypes(node)
+            _check_arguments(node)
         limit = MAX_ELEMENTS * max(1, *(len(value) for value in inputs if value.ndim))
         last_uses = iter(self._last_uses())
         held = dict(zip(self.inputs, map(_elements, inputs), strict=False))
@@ -285,8 +285,11 @@ def _where(node: Node) -> str:
     return f"operation {node.op} ({node.name})"
 
 
-def _check_dtypes(node: Node) -> None:
-    """Raise ProgramError for a dtype given as a number: PyTorch accepts it, and crashes if it does not name a dtype."""
+def _check_arguments(node: Node) -> None:
+    """Raise ProgramError for numbers that PyTorch accepts, and that name nothing: it then crashes, or computes nothing.
+
+    A dtype may not be a number. `grid_sampler` has three modes of interpolation and three of padding.
+    """
     if not node.op.startswith("aten."):
         return
     arguments = resolve(node.op)._schema.arguments  # type: ignore[attr-defined]
@@ -294,6 +297,10 @@ def _check_dtypes(node: Node) -> None:
     dtypes = [value for name, value in (*named, *node.kwargs.items()) if name == "dtype"]
     if not all(value is None or isinstance(value, torch.dtype) for value in dtypes):
         raise ProgramError(f"{_where(node)} takes a torch.dtype, got {dtypes}")
+    modes = {**dict(zip((argument.name for argument in arguments), node.args, strict=False)), **node.kwargs}
+    for name in ("interpolation_mode", "padding_mode"):
+        if node.op == "aten.grid_sampler.default" and modes.get(name) not in (0, 1, 2):
+            raise ProgramError(f"{_where(node)} takes 0, 1 or 2 as {name}, got {modes.get(name)!r}")
 
 
 def _check_division(one: Any, other: Any) -> None:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from adalog.graph.capture import inference
+
 Images = Tensor | tuple[Tensor, ...]  # one input, or several inputs with equally many images each
 _ONE_TENSOR = "give one tensor (N, 3, H, W)"
 
@@ -23,7 +25,7 @@ def as_inputs(images: Any, model: nn.Module, count: int) -> Images:
     if isinstance(images, tuple):
         return _several(images, model)
     if isinstance(images, DataLoader):
-        return _joined(_first(images, count), "a DataLoader")
+        return _joined(_first(images, count), "a DataLoader", of_batches=images.batch_sampler is not None)
     if isinstance(images, list):
         required = [each for each in _parameters(model) if each.default is each.empty]
         if len(required) > 1:
@@ -79,24 +81,26 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def _first(loader: Any, count: int) -> list[Any]:
-    """Return the first batches of a loader that hold `count` images."""
+    """Return the first batches, or the first images, of a loader that hold `count` images."""
     batches, images = [], 0
     for batch in loader:
         batches.append(batch)
-        single = not isinstance(batch, Tensor) or batch.ndim == 3  # an image, or something to refuse
+        single = loader.batch_sampler is None or not isinstance(batch, Tensor) or not batch.ndim
         images += 1 if single else len(batch)
         if images >= count:
             break
     return batches
 
 
-def _joined(parts: Sequence[Any], what: str) -> Tensor:
-    """Join images (C, H, W) or batches (N, C, H, W) of equal shapes."""
+def _joined(parts: Sequence[Any], what: str, *, of_batches: bool = False) -> Tensor:
+    """Join images (C, H, W) or batches (N, C, H, W) of equal shapes. of_batches: the parts are batches (N, ...)."""
     odd = next((part for part in parts if not isinstance(part, Tensor)), None)
     if odd is not None:
         pairs = isinstance(odd, (tuple, list)) and odd and isinstance(odd[0], Tensor)
         hint = f", as torch.{'cat' if odd[0].ndim == 4 else 'stack'}([x for x, _ in images])" if pairs else ""
         raise ValueError(f"images is {what} of {type(odd).__name__}, not of tensors: {_ONE_TENSOR}{hint}")
+    if of_batches and parts and parts[0].ndim and len({part.shape[1:] for part in parts}) == 1:
+        return torch.cat(list(parts))
     shapes = {(part.ndim, tuple(part.shape[-3:])) for part in parts}
     if len(shapes) == 1 and parts[0].ndim in (3, 4):
         return torch.stack(list(parts)) if parts[0].ndim == 3 else torch.cat(list(parts))
@@ -109,7 +113,7 @@ def _joined(parts: Sequence[Any], what: str) -> Tensor:
 def _runs(model: nn.Module, images: Tensor) -> bool:
     """Return True if the model takes these images."""
     try:
-        with torch.no_grad():
+        with torch.no_grad(), inference(model):
             model(images)
     except Exception:  # the model's own code may raise any exception
         return False

@@ -167,6 +167,9 @@ class Preprocessing:
     channels: Channels = "rgb"
 
     def __post_init__(self) -> None:
+        for name in ("size", "resize", "mean", "std", "fill"):
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
         if len(self.size) != 2 or min(self.size) < 1:
             raise ValueError(f"size = {self.size} is not (height, width) in pixels")
         sides = (self.resize, self.resize) if isinstance(self.resize, int) else self.resize

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from adalog.errors import CaptureError, DataError
 from adalog.graph.capture import capture
+from adalog.graph.modules import float_module
 from adalog.graph.program import Program
 from adalog.graph.sites import census, find_pairs, find_sites
 from adalog.inputs import demo
@@ -68,6 +69,7 @@ def load_model(spec: str, *, pretrained: bool = True, checkpoint: Path | None = 
         module, preprocessing = _build(spec, pretrained, checkpoint is None)
         if checkpoint is not None:
             module = load_weights(module, checkpoint, spec, _rebuild(spec))
+    module = float_module(module)
     weights = dict(module.named_parameters())
     for name, value in module.state_dict().items():
         if isinstance(value, Tensor) and bool(value.isnan().any()):
