@@ -4,9 +4,8 @@ DEMO := .venv
 TEST := .venv-test
 
 # Files run in the order of their names. In the order of their numbers of tests, which is the default, the longest would
-# come last and leave a core idle. Three processes for two cores, because tests wait for files and for other processes.
-WORKERS ?= $$(( $$(getconf _NPROCESSORS_ONLN) * 3 / 2 ))
-PYTEST = $(TEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# come last and leave a core idle.
+PYTEST = $(TEST)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 QUICK = $(PYTEST) -m "not slow"
 
 # Other machines, as far as the environment can stand for them: a processor without vectors, one with AVX2 alone, two

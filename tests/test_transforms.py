@@ -1,6 +1,7 @@
 """Prepared pixels are those of the published transform: timm's, torchvision's, and the processors of transformers."""
 
 import contextlib
+import itertools
 
 import numpy as np
 import pytest
@@ -118,8 +119,9 @@ def processors():
 
 
 def small():
-    """Those whose images have at most `SMALL` pixels a side."""
-    return (each for each in processors() if max(transforms._sizes(each[1], "size").values(), default=999) <= SMALL)
+    """Every fourth processor whose images have at most `SMALL` pixels a side."""
+    found = (each for each in processors() if max(transforms._sizes(each[1], "size").values(), default=999) <= SMALL)
+    return itertools.islice(found, 0, None, 4)
 
 
 def changed(processor):
@@ -170,7 +172,7 @@ def test_every_processor_is_honoured_or_refused():
 @pytest.mark.slow
 def test_every_field_of_every_processor_is_honoured_or_refused():
     honoured = [assert_honoured(name, other) for name, processor in small() for other in changed(processor)]
-    assert sum(honoured) > 200
+    assert sum(honoured) > 40
 
 
 @pytest.mark.parametrize(
