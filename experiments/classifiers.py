@@ -185,9 +185,7 @@ class _Measured:
 
     def full_precision(self) -> Record:
         """Evaluate the full-precision model on images that the ranks share."""
-        program = self._calibration(
-            0
-        ).program  # each rank needs a calibration, so it makes it before it waits for others
+        program = self._calibration(0).program  # each rank makes its own before it waits for others
         request = self._request
         classes = self.bench.classes(self.bench.model.module, request.jobs, request.device, request.ranks)
         right = classes == self.bench.labels

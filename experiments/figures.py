@@ -91,9 +91,8 @@ def _power_laws(model: QuantizedModel) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for row in model.ledger:
         name = f"{row.site}.{'left' if row.role in ('qk', 'av') else 'input'}"
-        quantizer = model.program.quantizers.get(
-            name
-        )  # linears that share an activation share the first one's quantizer
+        # Linears that share an activation share the first one's quantizer.
+        quantizer = model.program.quantizers.get(name)
         if row.source in ("softmax", *POWER_LAW_ACTIVATIONS) and quantizer is not None and quantizer.scale.numel() == 1:
             found.setdefault(row.source, {})[row.site] = name
     return found

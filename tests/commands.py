@@ -6,10 +6,12 @@ The command line is that of `adalog`, unless `main` names the one of a script.
 import functools
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from adalog.cli import main
@@ -86,3 +88,23 @@ def say(monkeypatch, capsys, *arguments, main=main):
     code, output, error = _inside(monkeypatch, capsys, arguments, main)
     assert (code or 0, error) == (0, "")
     return output
+
+
+ALONE = """
+import sys
+for name in ("torch", "typer", "rich", "PIL", "matplotlib", "jinja2"):  # all that NumPy and safetensors are not
+    sys.modules[name] = None  # importing it fails
+import numpy as np
+import adalog.run
+images = np.load(sys.argv[2])
+np.save(sys.argv[3], adalog.run.load(sys.argv[1])(images.transpose(0, 1, 3, 2).copy().transpose(0, 1, 3, 2)))
+assert not [name for name in sys.modules if name.startswith("torch.")]
+"""
+
+
+def run_alone(file, images, folder):
+    """The outputs of `adalog.run` in a process that can import NumPy and safetensors only."""
+    paths = [file, folder / "images.npy", folder / "outputs.npy"]
+    np.save(paths[1], images.numpy())
+    subprocess.run([sys.executable, "-c", ALONE, *map(str, paths)], check=True)
+    return np.load(paths[2])

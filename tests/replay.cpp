@@ -9,18 +9,7 @@
 #include <string>
 #include <vector>
 
-extern "C" {
-unsigned adalog_features(void);
-void* adalog_open(int threads, int level);
-void* adalog_weights(const uint8_t*, const int32_t*, int64_t, int64_t, int, int, int);
-int adalog_linear(void*, const void*);
-int adalog_product(void*, const void*);
-int adalog_attention(void*, const void*);
-int adalog_norm(void*, const void*);
-int adalog_encode(void*, const void*);
-int adalog_patches(void*, const void*);
-int adalog_depthwise(void*, const void*);
-}
+#include "kernels.h"
 
 static FILE* file;
 

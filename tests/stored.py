@@ -28,11 +28,34 @@ def refused(content, match=None):
     assert str(error.value).startswith("some.file ")
 
 
-def rebuilt(content, change=None, tensors=None):
-    """The file with its JSON changed in place by `change`, and with some tensors replaced (None: left out)."""
+def header_of(content, key=KEY):
+    """The JSON of an artifact, or of another safetensors file that holds it under this key."""
     (length,) = struct.unpack("<Q", content[:8])
-    header = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][KEY])
+    return json.loads(json.loads(content[8 : 8 + length])["__metadata__"][key])
+
+
+def rebuilt(content, change=None, tensors=None, key=KEY):
+    """The file with its JSON changed in place by `change`, and with some tensors replaced (None: left out)."""
+    header = header_of(content, key)
     if change is not None:
         change(header)
     stored = {**parse(content), **(tensors or {})}
-    return to_bytes({name: value for name, value in stored.items() if value is not None}, {KEY: json.dumps(header)})
+    return to_bytes({name: value for name, value in stored.items() if value is not None}, {key: json.dumps(header)})
+
+
+def setting(*path):
+    """A change of JSON in place. path: keys, or functions of a part that return a part of it; then the new value."""
+    *before, last, value = path
+
+    def change(header):
+        place = header
+        for step in before:
+            place = step(place) if callable(step) else place[step]
+        place[last] = value
+
+    return change
+
+
+def first(kernel):
+    """A function of a tape's JSON that returns the arguments of its first call of this kernel."""
+    return lambda tape: next(arguments for _, name, arguments in tape["calls"] if name == kernel)

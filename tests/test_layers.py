@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "calibration.operands": CONFIGURED,
     "calibration.shared": {*CONFIGURED, "calibration.operands"},
     "calibration.stages": {*CONFIGURED, "calibration.shared"},
-    "inputs": {"graph"},
+    "inputs": {"graph", "run"},
 }
 MAY_IMPORT["calibration.calibration"] = {
     *(CONFIGURED | {"ledger", "quantized", "model"}),

@@ -38,7 +38,7 @@ def replay(tmp_path_factory):
     """The program that replays calls, for 64-bit ARM."""
     built = tmp_path_factory.mktemp("arm") / "replay"
     kernels = Path(native.__file__).with_name("native.cpp")
-    flags = ["-O1", "-std=c++17", "-static", "-pthread"]
+    flags = ["-O1", "-std=c++17", "-static", "-pthread", f"-I{kernels.parent}"]
     sources = [str(kernels), str(Path(__file__).with_name("replay.cpp"))]
     subprocess.run([COMPILER, *flags, *sources, "-o", str(built)], check=True)
     return built

@@ -6,6 +6,7 @@ import random
 import shutil
 import struct
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ import adalog.run
 from adalog import Config, Search, demo, library
 from adalog.export import to_pack
 from adalog.run import pack
+from stored import first, header_of, rebuilt, setting
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "src" / "adalog" / "runtime" / "native"
@@ -98,16 +100,9 @@ def test_bits_of_the_bundled_model(program, tmp_path, bits):
 # --- float operations ------------------------------------------------------------------------------------------------
 
 
-def header_of(content):
-    length = int.from_bytes(content[:8], "little")
-    return json.loads(json.loads(content[8 : 8 + length])["__metadata__"][pack.KEY])
-
-
 def changed(content, change, tensors=None):
     """The pack with its JSON changed in place by `change`."""
-    header = header_of(content)
-    change(header)
-    return to_bytes(parse(content) | (tensors or {}), {pack.KEY: json.dumps(header)})
+    return rebuilt(content, change, tensors, pack.KEY)
 
 
 def viewed(shape, order=None, at=0, region="constants"):
@@ -207,34 +202,17 @@ def test_what_is_not_a_pack(program, file, tmp_path):
     assert b"contain NaN" in run(program, "scalar", 1, file, 1, given=image.tobytes(), fails=True)
 
 
-def first(kernel):
-    """A function that gives the arguments of the first call of this kernel."""
-    return lambda header: next(given for _, name, given in header["tapes"][0]["calls"] if name == kernel)
-
-
 def tape(header):
     return header["tapes"][0]
 
 
-def setting(where, *path):
-    *before, last, value = path
-
-    def change(header):
-        place = where(header)
-        for key in before:
-            place = place[key]
-        place[last] = value
-
-    return change
-
-
 HOSTILE = [
-    (setting(lambda header: header, "format", 2), "another format"),
-    (setting(lambda header: header, "digest", "0"), "belong to another artifact"),
-    (setting(lambda header: header, "bits", "a\x1b"), "do not print"),
-    (setting(lambda header: header, "classes", ["a"]), "as many classes"),
-    (setting(lambda header: header, "outputs", 0, "shape", [11]), "description"),
-    (setting(lambda header: header, "preprocessing", {"size": 1}), "the field resize of the preprocessing is missing"),
+    (setting("format", 2), "another format"),
+    (setting("digest", "0"), "belong to another artifact"),
+    (setting("bits", "a\x1b"), "do not print"),
+    (setting("classes", ["a"]), "as many classes"),
+    (setting("outputs", 0, "shape", [11]), "description"),
+    (setting("preprocessing", {"size": 1}), "the field resize of the preprocessing is missing"),
     (setting(tape, "interface", 1), "kernel interface"),
     (setting(tape, "batch", 0), "out of range"),
     (setting(tape, "work", 2**60), "out of range"),
@@ -246,25 +224,25 @@ HOSTILE = [
     (setting(tape, "output", {"set": []}), "unknown structure"),
     (lambda header: tape(header).update(output={"dict": [["a" * 2000, tape(header)["output"]]]}), "more than 1024"),
     (setting(tape, "weights", 0, 1, [1, 2**24 + 1]), "invalid shape"),
-    (setting(lambda header: header, "bits", "a\u061c"), "do not print"),
-    (setting(first("linear"), "weights", 99), "does not list"),
-    (setting(first("linear"), "rows", 1.5), "cannot hold"),
-    (setting(first("linear"), "bytes", 2**40), "as many bytes"),
-    (setting(first("linear"), "bytes", -1), "as many bytes"),
-    (setting(first("linear"), "data", ["work", 2**40]), "beyond its region"),
-    (setting(first("linear"), "data", ["stack", 0]), "unknown region"),
-    (setting(first("linear"), "out", "data", ["constants", 0]), "is not in work"),
-    (setting(first("norm"), "out", "scale", ["work", 0]), "is not in constants"),
-    (setting(first("norm"), "out", "scale", ["constants", 2]), "not aligned"),
-    (setting(first("norm"), "epsilon", None), "cannot hold"),
-    (setting(first("norm"), "out", "address", 1), "which its kernel does not take"),
-    (setting(first("attention"), "scores", "heads", 10**9), "as many bytes"),
-    (setting(first("attention"), "steps", "length", 2**30), "as many bytes"),
-    (setting(first("patches"), "kernel", [1]), "cannot hold"),
-    (setting(first("aten.mean.dim"), 0, "at", ["constants", 0]), "may not use"),
-    (setting(first("aten.mean.dim"), 1, "shape", [1, 10**9, 10**9]), "a view"),
-    (setting(first("aten.mean.dim"), 1, "type", "object"), "not valid"),
-    (setting(first("aten.mean.dim"), 2, [7]), "out of range"),
+    (setting("bits", "a\u061c"), "do not print"),
+    (setting(tape, first("linear"), "weights", 99), "does not list"),
+    (setting(tape, first("linear"), "rows", 1.5), "cannot hold"),
+    (setting(tape, first("linear"), "bytes", 2**40), "as many bytes"),
+    (setting(tape, first("linear"), "bytes", -1), "as many bytes"),
+    (setting(tape, first("linear"), "data", ["work", 2**40]), "beyond its region"),
+    (setting(tape, first("linear"), "data", ["stack", 0]), "unknown region"),
+    (setting(tape, first("linear"), "out", "data", ["constants", 0]), "is not in work"),
+    (setting(tape, first("norm"), "out", "scale", ["work", 0]), "is not in constants"),
+    (setting(tape, first("norm"), "out", "scale", ["constants", 2]), "not aligned"),
+    (setting(tape, first("norm"), "epsilon", None), "cannot hold"),
+    (setting(tape, first("norm"), "out", "address", 1), "which its kernel does not take"),
+    (setting(tape, first("attention"), "scores", "heads", 10**9), "as many bytes"),
+    (setting(tape, first("attention"), "steps", "length", 2**30), "as many bytes"),
+    (setting(tape, first("patches"), "kernel", [1]), "cannot hold"),
+    (setting(tape, first("aten.mean.dim"), 0, "at", ["constants", 0]), "may not use"),
+    (setting(tape, first("aten.mean.dim"), 1, "shape", [1, 10**9, 10**9]), "a view"),
+    (setting(tape, first("aten.mean.dim"), 1, "type", "object"), "not valid"),
+    (setting(tape, first("aten.mean.dim"), 2, [7]), "out of range"),
 ]
 
 
@@ -273,9 +251,9 @@ def test_what_a_pack_may_not_say(program, file):
     found = replies(program, [changed(content, change) for change, _ in HOSTILE])
     for (status, message), (_, wanted) in zip(found, HOSTILE, strict=True):
         assert (status, wanted in message) == (2, True), (message, wanted)
-    late = changed(content, setting(first("norm"), "rows", 10**6))
+    late = changed(content, setting(tape, first("norm"), "rows", 10**6))
     assert replies(program, [late]) == [(0, "")]  # three images run by the other tape
-    late = changed(content, lambda header: [setting(first("norm"), "rows", 10**6)(header), header["tapes"].pop()])
+    late = changed(content, lambda header: [setting(tape, first("norm"), "rows", 10**6)(header), header["tapes"].pop()])
     assert replies(program, [late]) == [(4, "step layer_norm fails: a kernel's sizes do not match")]
 
 
@@ -283,7 +261,7 @@ def test_a_product_without_rows_is_checked_too(program, file):
     """Kernels read the zero points of a side before its rows."""
 
     def emptied(header):
-        scores = first("attention")(header)["scores"]
+        scores = first("attention")(tape(header))["scores"]
         scores["rows"] = 0
         del scores["left"]["zero"]
         header["tapes"].pop()
@@ -300,7 +278,7 @@ def spots(value):
 
 def mutants(content, seed, count):
     """Packs with numbers, places and parts of their JSON changed at random, and packs with other bytes."""
-    chance, tensors, text = random.Random(seed), parse(content), json.dumps(header_of(content))
+    chance, tensors, text = random.Random(seed), parse(content), json.dumps(header_of(content, pack.KEY))
     for _ in range(count):
         if chance.random() < 0.2:
             damaged = bytearray(content)
@@ -343,13 +321,19 @@ def test_many_mutated_packs_do_no_harm(program, file):
 
 
 @pytest.mark.slow
-def test_the_project_and_the_example(file, tmp_path):
+def test_the_project_and_the_example(file, tmp_path, monkeypatch):
     """Build, install and find the library; the example classifies an image with the shared and the static library."""
-    cmake, compiler = shutil.which("cmake"), shutil.which("c++")
-    if not cmake or not compiler:
-        pytest.skip("there is no cmake or C++ compiler")
+    cmake, compiler = shutil.which("cmake"), shutil.which("g++")
+    if not cmake or not compiler or sys.platform != "linux":
+        pytest.skip("this test needs Linux, cmake and g++")
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.delenv("ADALOG_LEVEL", raising=False)  # the C library does not read it
     installed, built = tmp_path / "installed", tmp_path / "built"
-    subprocess.run([cmake, "-S", ROOT, "-B", built, f"-DCMAKE_INSTALL_PREFIX={installed}"], check=True)
+    configure = [cmake, "-S", ROOT, "-B", built, f"-DCMAKE_INSTALL_PREFIX={installed}"]
+    configured = subprocess.run(configure, capture_output=True, text=True, check=False)
+    if "GCC 11 or newer" in " ".join(configured.stderr.split()):
+        pytest.skip("g++ is too old for the kernels")
+    assert configured.returncode == 0, configured.stderr
     subprocess.run([cmake, "--build", built], check=True)
     subprocess.run([cmake, "--install", built, "--strip"], check=True)
     (shared,) = (path for path in installed.rglob("libadalog.so.*") if not path.is_symlink())
@@ -362,7 +346,9 @@ def test_the_project_and_the_example(file, tmp_path):
     image.tofile(tmp_path / "image.raw")
     logits = adalog.run.load(file)(image)[0]
     source = ROOT / "examples" / "c"
-    for kind, flags in (("shared", []), ("static", ["-DCMAKE_EXE_LINKER_FLAGS=-static -s"])):
+    link = [compiler, "-static", "-x", "c++", "-", "-o", tmp_path / "empty"]  # not every system has a static libc
+    whole = not subprocess.run(link, input=b"int main() {}", capture_output=True, check=False).returncode
+    for kind, flags in (("shared", []), ("static", ["-DCMAKE_EXE_LINKER_FLAGS=-static -s"] if whole else [])):
         copied, program = tmp_path / kind, tmp_path / f"built-{kind}"
         shutil.copytree(source, copied)
         listing = copied / "CMakeLists.txt"

@@ -3,8 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -17,8 +15,8 @@ from adalog import ArtifactError, library
 from adalog.export import to_pack
 from adalog.inputs.zoo import DEMO_PREPROCESSING
 from adalog.run import pack
-from commands import call, say
-from stored import refused
+from commands import call, run_alone, say
+from stored import header_of, rebuilt, refused, setting
 
 pytestmark = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
 
@@ -44,11 +42,6 @@ def file(content, tmp_path):
     return tmp_path / "model.adalog"
 
 
-def header_of(content):
-    length = int.from_bytes(content[:8], "little")
-    return json.loads(json.loads(content[8 : 8 + length])["__metadata__"][pack.KEY])
-
-
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4])
 def test_bits_are_those_of_native(file, quantized, images, count):
     model = adalog.run.load(file)
@@ -72,10 +65,10 @@ def test_it_is_a_safetensors_file_with_the_artifact_in_it(file, artifact, conten
     assert stored.keys() - wanted.keys() == {"constants/1", "constants/3"}
     with safe_open(file, "pt") as opened:
         assert list(opened.metadata()) == [pack.KEY]
-    text = json.dumps(header_of(content)["artifact"], separators=(",", ":"))
+    text = json.dumps(header_of(content, pack.KEY)["artifact"], separators=(",", ":"))
     again = to_bytes({name: stored[name] for name in wanted}, {"adalog": text})
     assert again == artifact.read_bytes()
-    assert header_of(content)["digest"] == hashlib.sha256(again).hexdigest()
+    assert header_of(content, pack.KEY)["digest"] == hashlib.sha256(again).hexdigest()
     refused(content, "holds a pack, which `adalog.run` and the C library run: give the artifact")
 
 
@@ -83,21 +76,8 @@ def test_the_same_artifact_gives_the_same_bytes(artifact, content):
     assert to_pack(artifact, (1, 3), PREPARATION, NAMES) == content
 
 
-ALONE = """
-import sys
-for name in ("torch", "typer", "rich", "PIL", "matplotlib", "jinja2"):  # all that NumPy and safetensors are not
-    sys.modules[name] = None  # importing it fails
-import numpy as np
-import adalog.run
-np.save(sys.argv[3], adalog.run.load(sys.argv[1])(np.load(sys.argv[2])))
-"""
-
-
 def test_numpy_and_safetensors_are_enough(file, quantized, images, tmp_path):
-    np.save(tmp_path / "images.npy", images.numpy())
-    given = [file, tmp_path / "images.npy", tmp_path / "logits.npy"]
-    subprocess.run([sys.executable, "-c", ALONE, *map(str, given)], check=True)
-    assert np.array_equal(np.load(given[2]), quantized.compile("native")(images).numpy())
+    assert np.array_equal(run_alone(file, images, tmp_path), quantized.compile("native")(images).numpy())
 
 
 def test_names_that_do_not_fit(artifact):
@@ -118,18 +98,6 @@ def test_the_command(artifact, monkeypatch, capsys, tmp_path):
         assert (code, why in " ".join(error.split())) == (2, True)
     assert call(monkeypatch, capsys, "pack", artifact, "-o", out, "--classes", tmp_path / "none")[0] == 2
     assert call(monkeypatch, capsys, "pack", artifact, "-o", artifact)[0] == 2
-
-
-def setting(*path):
-    *before, last, value = path
-
-    def change(header):
-        place = header
-        for key in before:
-            place = place[key]
-        place[last] = value
-
-    return change
 
 
 @pytest.mark.parametrize(
@@ -155,9 +123,7 @@ def setting(*path):
     ],
 )
 def test_what_a_pack_may_not_say(content, file, change, match):
-    header = header_of(content)
-    change(header)
-    file.write_bytes(to_bytes(parse(content), {pack.KEY: json.dumps(header)}))
+    file.write_bytes(rebuilt(content, change, key=pack.KEY))
     with pytest.raises(ArtifactError, match=match) as error:
         adalog.run.load(file)
     assert str(file) in str(error.value)
@@ -169,8 +135,6 @@ def test_what_is_damaged(content, file):
         file.write_bytes(damaged)
         with pytest.raises(ArtifactError, match=r"model\.adalog cannot be used"):
             adalog.run.load(file)
-    tensors = parse(content)
-    del tensors["constants/3"]
-    file.write_bytes(to_bytes(tensors, {pack.KEY: json.dumps(header_of(content))}))
+    file.write_bytes(rebuilt(content, tensors={"constants/3": None}, key=pack.KEY))
     with pytest.raises(ArtifactError, match="constants/3"):
         adalog.run.load(file)

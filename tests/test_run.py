@@ -19,7 +19,8 @@ from adalog.export import to_tape
 from adalog.graph.program import Output, Ref
 from adalog.run import abi, floats
 from adalog.run import tape as tapes
-from commands import call, say
+from commands import call, run_alone, say
+from stored import first, header_of, rebuilt, setting
 from test_native import Inverted, Masked
 
 pytestmark = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
@@ -34,16 +35,9 @@ def file(quantized, tmp_path_factory):
     return path
 
 
-def header_of(tape):
-    length = int.from_bytes(tape[:8], "little")
-    return json.loads(json.loads(tape[8 : 8 + length])["__metadata__"][tapes.KEY])
-
-
 def changed(tape, change):
     """The tape with its JSON changed in place by `change`."""
-    header = header_of(tape)
-    change(header)
-    return to_bytes(parse(tape), {tapes.KEY: json.dumps(header)})
+    return rebuilt(tape, change, key=tapes.KEY)
 
 
 # --- the same bits ---------------------------------------------------------------------------------------------------
@@ -65,24 +59,8 @@ def test_a_tape_is_for_every_level(file, quantized, images, level):
     assert np.array_equal(found, quantized.compile("native", level=level)(images).numpy())
 
 
-ALONE = """
-import sys
-for name in ("torch", "typer", "rich", "PIL", "matplotlib", "jinja2"):  # all that NumPy and safetensors are not
-    sys.modules[name] = None  # importing it fails
-import numpy as np
-import adalog.run
-from adalog.errors import ArtifactError
-images = np.load(sys.argv[2])
-np.save(sys.argv[3], adalog.run.load(sys.argv[1])(images.transpose(0, 1, 3, 2).copy().transpose(0, 1, 3, 2)))
-assert not [name for name in sys.modules if name.startswith("torch.")]
-"""
-
-
 def test_numpy_and_safetensors_are_enough(file, quantized, images, tmp_path):
-    np.save(tmp_path / "images.npy", images.numpy())
-    given = [file, tmp_path / "images.npy", tmp_path / "logits.npy"]
-    subprocess.run([sys.executable, "-c", ALONE, *map(str, given)], check=True)
-    assert np.array_equal(np.load(given[2]), quantized.compile("native")(images).numpy())
+    assert np.array_equal(run_alone(file, images, tmp_path), quantized.compile("native")(images).numpy())
 
 
 def test_outputs_keep_their_structure(quantized, images, tmp_path):
@@ -222,24 +200,6 @@ def test_files_that_do_not_go_together(file, quantized, tmp_path):
         adalog.run.load(tmp_path)
 
 
-def one(kernel):
-    """A function that gives the arguments of the first call of this kernel."""
-    return lambda header: next(given for _, operation, given in header["calls"] if operation == kernel)
-
-
-def setting(where, *path):
-    *before, last, value = path
-
-    def change(header):
-        place = where(header)
-        for key in before:
-            place = place[key]
-        place[last] = value
-
-    return change
-
-
-WHOLE = lambda header: header  # noqa: E731
 VIEW = {"at": ["work", 0], "shape": [3, 3, 32, 32], "strides": [0, 0, 0, 4], "type": "float32"}
 ONES = {"at": ["work", 0], "shape": [3, 2**27], "strides": [0, 0], "type": "float32"}
 
@@ -247,49 +207,52 @@ ONES = {"at": ["work", 0], "shape": [3, 2**27], "strides": [0, 0], "type": "floa
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (setting(WHOLE, "format", 2), "it has format 2, but adalog reads format 1"),
-        (setting(WHOLE, "interface", 1), "it is for kernel interface 1, but adalog has"),
-        (setting(WHOLE, "batch", 0), "its batch of 0 images is out of range"),
-        (setting(WHOLE, "batch", 2), r"an input is \['images', \[3, 3, 32, 32\]\], not a .* with 2 images"),
-        (setting(WHOLE, "work", 2**60), "its work takes 1152921504606846976 bytes for 3 images"),
-        (setting(WHOLE, "own", 1), "these fields are missing or unknown: own"),
-        (setting(WHOLE, "artifact", "a\x1b"), "do not print"),
-        (setting(WHOLE, "fills", [[0, 0, 2**40]]), "it fills"),
-        (setting(WHOLE, "weights", 0, 2, 3), "codes of 3 bits take"),
-        (setting(WHOLE, "weights", 0, 1, [1, 1]), "zero points"),
-        (setting(WHOLE, "weights", 0, 3, 256), r"has an invalid shape \[.*\] or invalid numbers \[4, 256"),
+        (setting("format", 2), "it has format 2, but adalog reads format 1"),
+        (setting("interface", 1), "it is for kernel interface 1, but adalog has"),
+        (setting("batch", 0), "its batch of 0 images is out of range"),
+        (setting("batch", 2), r"an input is \['images', \[3, 3, 32, 32\]\], not a .* with 2 images"),
+        (setting("work", 2**60), "its work takes 1152921504606846976 bytes for 3 images"),
+        (setting("own", 1), "these fields are missing or unknown: own"),
+        (setting("artifact", "a\x1b"), "do not print"),
+        (setting("fills", [[0, 0, 2**40]]), "it fills"),
+        (setting("weights", 0, 2, 3), "codes of 3 bits take"),
+        (setting("weights", 0, 1, [1, 1]), "zero points"),
+        (setting("weights", 0, 3, 256), r"has an invalid shape \[.*\] or invalid numbers \[4, 256"),
         (
-            setting(WHOLE, "calls", 0, 1, "aten.exp.default"),
+            setting("calls", 0, 1, "aten.exp.default"),
             "calls 'aten.exp.default', which this package does",
         ),
-        (setting(WHOLE, "output", {"set": []}), "it outputs a set"),
-        (setting(one("linear"), "weights", 99), "has the weight 99"),
-        (setting(one("linear"), "rows", 2**64), "has rows = 18446744073709551616"),
-        (setting(one("linear"), "row", 1.5), "has row = 1.5"),
-        (setting(one("linear"), "bytes", 2**40), "bytes, not 1099511627776"),
-        (setting(one("linear"), "bytes", -1), "bytes, not -1"),
-        (setting(one("linear"), "data", ["work", 2**40]), "lies beyond the region"),
-        (setting(one("linear"), "data", ["stack", 0]), "'stack' is not a region"),
-        (setting(one("linear"), "data", [7, 0]), "7 is not a region"),
-        (setting(one("linear"), "out", "data", ["constants", 0]), "is not in work"),
-        (setting(one("linear"), "out", "data", [0, 0]), "is not in work"),
-        (setting(one("norm"), "out", "scale", ["work", 0]), "is not in constants"),
-        (setting(one("norm"), "out", "scale", ["constants", 2]), "is not aligned to the size of its numbers"),
-        (setting(one("norm"), "data", ["work", 1]), "is not aligned to the size of its numbers"),
-        (setting(one("norm"), "epsilon", None), "has epsilon = None"),
-        (setting(one("norm"), "out", "address", 1), "has fields that no kernel takes"),
-        (setting(one("attention"), "scores", "left", "zero", ["constants", 10**9]), "lies beyond the region"),
-        (setting(one("attention"), "scores", "heads", 10**9), "bytes, not 4000000000"),
-        (setting(one("attention"), "steps", "length", 2**30), "bytes, not 4294967296"),
-        (setting(one("patches"), "kernel", [1]), r"has kernel = \[1\]"),
-        (setting(one("aten.mean.dim"), 0, "at", ["constants", 0]), "lies in a region that it may not use"),
-        (setting(one("aten.mean.dim"), 1, "shape", [10**9]), "cannot be used"),
-        (setting(one("aten.mean.dim"), 1, "type", "object"), "is not a view: its shape, strides or type are not valid"),
-        (setting(one("aten.mean.dim"), 1, "strides", [0]), "is not a view: its shape, strides or type are not valid"),
-        (setting(WHOLE, "output", {**ONES, "shape": [3, 2**30]}), "shows 12884901888 bytes, more than 3221225472"),
-        (setting(WHOLE, "output", {"list": [ONES] * 3}), "its outputs take 4831838208 bytes, more than 3221225472"),
+        (setting("output", {"set": []}), "it outputs a set"),
+        (setting(first("linear"), "weights", 99), "has the weight 99"),
+        (setting(first("linear"), "rows", 2**64), "has rows = 18446744073709551616"),
+        (setting(first("linear"), "row", 1.5), "has row = 1.5"),
+        (setting(first("linear"), "bytes", 2**40), "bytes, not 1099511627776"),
+        (setting(first("linear"), "bytes", -1), "bytes, not -1"),
+        (setting(first("linear"), "data", ["work", 2**40]), "lies beyond the region"),
+        (setting(first("linear"), "data", ["stack", 0]), "'stack' is not a region"),
+        (setting(first("linear"), "data", [7, 0]), "7 is not a region"),
+        (setting(first("linear"), "out", "data", ["constants", 0]), "is not in work"),
+        (setting(first("linear"), "out", "data", [0, 0]), "is not in work"),
+        (setting(first("norm"), "out", "scale", ["work", 0]), "is not in constants"),
+        (setting(first("norm"), "out", "scale", ["constants", 2]), "is not aligned to the size of its numbers"),
+        (setting(first("norm"), "data", ["work", 1]), "is not aligned to the size of its numbers"),
+        (setting(first("norm"), "epsilon", None), "has epsilon = None"),
+        (setting(first("norm"), "out", "address", 1), "has fields that no kernel takes"),
+        (setting(first("attention"), "scores", "left", "zero", ["constants", 10**9]), "lies beyond the region"),
+        (setting(first("attention"), "scores", "heads", 10**9), "bytes, not 4000000000"),
+        (setting(first("attention"), "steps", "length", 2**30), "bytes, not 4294967296"),
+        (setting(first("patches"), "kernel", [1]), r"has kernel = \[1\]"),
+        (setting(first("aten.mean.dim"), 0, "at", ["constants", 0]), "lies in a region that it may not use"),
+        (setting(first("aten.mean.dim"), 1, "shape", [10**9]), "cannot be used"),
         (
-            setting(WHOLE, "copies", 0, {**VIEW, "shape": [3, 3, 32, 31]}),
+            setting(first("aten.mean.dim"), 1, "type", "object"),
+            "is not a view: its shape, strides or type are not valid",
+        ),
+        (setting(first("aten.mean.dim"), 1, "strides", [0]), "is not a view: its shape, strides or type are not valid"),
+        (setting("output", {**ONES, "shape": [3, 2**30]}), "shows 12884901888 bytes, more than 3221225472"),
+        (setting("output", {"list": [ONES] * 3}), "its outputs take 4831838208 bytes, more than 3221225472"),
+        (
+            setting("copies", 0, {**VIEW, "shape": [3, 3, 32, 31]}),
             r"copies an input \(3, 3, 32, 32\) of float32 to",
         ),
     ],
@@ -308,7 +271,7 @@ def test_views_lie_within_memory_without_a_byte(file, tmp_path, region):
             header["copies"] = [view]
 
     tape = adalog.run.tape_path(file).read_bytes()
-    text = json.dumps(header_of(changed(tape, change)))
+    text = json.dumps(header_of(changed(tape, change), tapes.KEY))
     empty = to_bytes({"constants": np.zeros(0, np.uint8)}, {tapes.KEY: text})
     refused(file, tmp_path, empty, "takes 2097412 bytes, but only 0 are there")
 
@@ -332,7 +295,7 @@ def test_the_order_of_fields_does_not_matter(file, tmp_path):
     tape = adalog.run.tape_path(file).read_bytes()
 
     def change(header):
-        given = one("attention")(header)
+        given = first("attention")(header)
         given["scores"] = given.pop("scores")
         given["values"]["zero"] = ["constants", len(parse(tape)["constants"])]
 
@@ -341,7 +304,7 @@ def test_the_order_of_fields_does_not_matter(file, tmp_path):
 
 def test_sizes_that_do_not_fit_together(file, tmp_path, images):
     """Kernels find them when they are called, before they read or write."""
-    tape = changed(adalog.run.tape_path(file).read_bytes(), setting(one("norm"), "rows", 10**6))
+    tape = changed(adalog.run.tape_path(file).read_bytes(), setting(first("norm"), "rows", 10**6))
     (tmp_path / "tape").write_bytes(tape)
     with pytest.raises(AdalogError, match="step layer_norm fails: ValueError: a kernel's sizes do not match"):
         adalog.run.load(file, tape=tmp_path / "tape")(images.numpy())
@@ -349,7 +312,7 @@ def test_sizes_that_do_not_fit_together(file, tmp_path, images):
 
 def test_operands_of_the_wrong_kind(file, tmp_path, images):
     def change(header):
-        one("aten.mean.dim")(header)[1:] = [0.5, []]
+        first("aten.mean.dim")(header)[1:] = [0.5, []]
 
     tape = changed(adalog.run.tape_path(file).read_bytes(), change)
     (tmp_path / "tape").write_bytes(tape)
@@ -421,7 +384,8 @@ def test_hostile_tapes_do_no_harm(file, tmp_path):
 
 def test_the_header_names_weights_of_the_artifact(file):
     tape = adalog.run.tape_path(file).read_bytes()
-    assert {name for name, *_ in header_of(tape)["weights"]} == read_header(file.read_bytes())["weights"].keys()
+    weights = read_header(file.read_bytes())["weights"]
+    assert {name for name, *_ in header_of(tape, tapes.KEY)["weights"]} == weights.keys()
 
 
 # --- what loading costs ----------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def quantize(
     Raises:
         CaptureError: If the model cannot be exported, or uses an operation that adalog does not support.
         CalibrationError: If there are too few images, or if they or the values inside the model are not finite.
-        ValueError: If `images` is neither of these, if `within` does not contain the model, if a pattern of
+        ValueError: If `images` is none of these, if `within` does not contain the model, if a pattern of
             `config.pinned` matches no site, or if the memory is too small.
 
     Examples:
@@ -119,8 +119,10 @@ def with_error(result: QuantizedModel, calibration: Calibration) -> QuantizedMod
 
 def _check_alike(images: Sequence[object], ranks: Ranks) -> None:
     """Raise RankError if another process has other images, for example from a loader that shuffles them."""
-    own = digest([value for value in images if isinstance(value, Tensor)]) if ranks.world > 1 else ""
-    if ranks.world > 1 and ranks.by_first(lambda: own) != own:
+    if ranks.world == 1:
+        return
+    own = digest([value for value in images if isinstance(value, Tensor)])
+    if ranks.by_first(lambda: own) != own:
         raise RankError(
             f"process {ranks.rank} has other calibration images than process 0: give all processes the same images, in "
             "the same order"

@@ -1,4 +1,4 @@
-"""Define the choices of the stages after the search as frozen dataclasses, and check choices of all kinds."""
+"""Define the choices of the stages that fit images, the rows of the table of methods, and checks of choices."""
 
 import dataclasses
 import math
@@ -9,12 +9,10 @@ from typing import Any, ClassVar, Literal, get_args
 from adalog.quantizers import FLOAT_BITS, MAX_BITS, MIN_BITS
 
 Tables = Literal["calibrated", "u8", "u16", "float"]
-Strategy = Literal["fpcs", "alternating", "brute-force"]
 WeightRounding = Literal["latent", "adaround"]
 BlockLoss = Literal["squared", "fisher", "averaged", "low-rank", "output"]
 Scope = Literal["block", "model"]
 CorrectionTarget = Literal["output", "stream"]
-FoldRanges = Literal["own", "deviations", "best"]
 
 
 def check_whole(name: str, value: object, least: int) -> None:

@@ -78,8 +78,7 @@ def float_lines(refusals: Mapping[str, str], operations: Mapping[str, int]) -> l
 
 
 # How text names the errors of outputs. Above the number, the summary says what lowers the error. A correction lowers
-# the divergence more on the images that it fits than on others: DeiT-T has .008 nats there at W6A6, where it loses a
-# point of top-1, and .08 at W4A4, where it loses nine.
+# the divergence more on the images that it fits than on others, so the number is below one that costs accuracy.
 _ERRORS = {"kl": ("KL divergence", " nats", 0.03), "relative": ("relative squared error", "", 0.1)}
 
 

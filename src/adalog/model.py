@@ -164,7 +164,8 @@ class QuantizedModel(nn.Module):
         loaded = artifact.deserialise(state.cpu().numpy().tobytes(), "_extra_state of the state dict")
         own, other = ([(row.site, row.role) for row in each.ledger] for each in (self.quantized, loaded))
         tensors, others = self.program.tensors, loaded.program.tensors
-        same = all(tensors[name].shape == others[name].shape for name in tensors.keys() & others.keys())
+        shared = tensors.keys() & others.keys()
+        same = all(tensors[name].shape == others[name].shape for name in shared)
         if own != other or not same or self.quantized.shapes() != loaded.shapes():
             raise ArtifactError(
                 f"the state dict holds another model, with {len(other)} sites instead of {len(own)} or with other "
@@ -172,7 +173,7 @@ class QuantizedModel(nn.Module):
             )
         now = next((value for value in self.program.tensors.values() if value.is_floating_point()), torch.zeros(()))
         # This model may have become `.double()`.
-        cast = any(tensors[name].dtype != others[name].dtype for name in tensors.keys() & others.keys())
+        cast = any(tensors[name].dtype != others[name].dtype for name in shared)
         self.quantized = loaded.map_tensors(
             lambda value: value.to(now if cast and value.is_floating_point() else now.device)
         )

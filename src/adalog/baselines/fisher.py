@@ -12,6 +12,8 @@ from adalog.calibration.gradients import distance_gradient, hessian_probe, with_
 
 # Directions of change with less than this fraction of the largest power count as rounding noise.
 _EQUAL = 1e-6
+# The number of images per gradient of FIMA-Q's loss.
+_IMAGES = 64
 
 
 class FisherWeights(BlockError):
@@ -57,14 +59,12 @@ class LowRankFisher(BlockError):
     gradients and k changes, with their magnitudes averaged over images, form the matrices G and D, (k, values). The
     part of rank k is a^T (D D^T)^-1 a with a = G |difference|. The mean of G weights the diagonal part. Both parts are
     scaled to mean 1 at the point of the last gradient, and they count equally.
-
-    images: the number of images per gradient.
     """
 
     renewals = 4  # 15 in FIMA-Q
 
-    def __init__(self, output: BlockOutput, *, images: int = 64):
-        self._output, self._numbers = output, output.fitted[:images] if output.apart else output.fitted
+    def __init__(self, output: BlockOutput):
+        self._output, self._numbers = output, output.fitted[:_IMAGES] if output.apart else output.fitted
         self._gradients: list[Tensor] = []
         self._changes: list[Tensor] = []
         self._inverse = torch.empty(0)

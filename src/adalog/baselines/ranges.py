@@ -111,11 +111,11 @@ class RangeSearch(AnySearch):
 
     @property
     def why_unstored(self) -> str:
+        if self.round_zero_point:
+            return ""
         return (
-            ""
-            if self.round_zero_point
-            else "round_zero_point = False finds zero points that no file can store, whether an artifact or a partial "
-            "file: evaluate the model in memory, or use the method repq-vit, which rounds them"
+            "round_zero_point = False finds zero points that no file can store, whether an artifact or a partial file: "
+            "evaluate the model in memory, or use the method repq-vit, which rounds them"
         )
 
 

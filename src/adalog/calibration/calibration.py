@@ -294,9 +294,12 @@ class Calibration:
             if choices_of(group, config) != config and assignment.left is None and assignment.right is None:
                 refusals |= {site.name: f"stays float: pinned at {FLOAT_BITS} bits" for site in group.sites}
         if any(isinstance(stage, Correction) for stage in config.stages):
-            roles = ("linear", "conv")
-            weights = [found for group, found in assigned if group.first.role in roles and found.right is not None]
-            if weights and all(found.bias is None for found in weights):
+            biases = [
+                assignment.bias
+                for group, assignment in assigned
+                if group.first.role in ("linear", "conv") and assignment.right is not None
+            ]
+            if biases and all(bias is None for bias in biases):
                 refusals["the correction"] = "not applied: it does not lower the error of the model's output"
         provenance = {"seed": self.seed, "calibration": digest(self.images), "images": len(self.images[0])}
         if fitted := take(self.unlabelled, range(config.images_fitted)) if config.images_fitted else ():
@@ -406,8 +409,6 @@ class Calibration:
             fold = start.fold  # its quantizers belong to operands with this fold
         for activation in formats_of(group.first, config):
             product = self._product(group, config, fold, activation)
-            if config.search.needs.squares:
-                check_squares(group.name, product.left, product.right)
             rare = tried and start is None and rarely_uniform(group.first)  # a start may be uniform
             if rare and not _may_be_uniform(product, tried[0], config):
                 continue
@@ -416,6 +417,8 @@ class Calibration:
             key: Any = (group.name, *formats, config.search, bits, order)
             tabled = (*key, config.tables)
             if start is not None or key not in self._found:
+                if config.search.needs.squares:
+                    check_squares(group.name, product.left, product.right)
                 operands = ordered and operands_of(self.program, group, ordered, config, fold, activation)
                 given = replace(product, shared=shared, ordered=operands or None, start=start)
                 given = replace(given, **self._shared.wanted(group, self._requests[group.name].names, config))

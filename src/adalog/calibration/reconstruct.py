@@ -89,11 +89,10 @@ def reconstructed(
     all of its effect. If a block's output is not a floating-point tensor, all of its groups keep their assignments.
 
     losses: the errors of a block's output, by name. memory: bytes for the values of both networks held at a time, as in
-    `Blocks`. The following always comes on top: a block's inputs and outputs on all images, the
-    weights of its errors, the training state of its weights, and the values that gradients need on four images. With
-    the scope "model", all of this counts for the whole model. partial: finished blocks are read from it, and the first
-    rank adds new ones. ranks: all of them compute the values of both networks, and they share the images of each step
-    and of each evaluation.
+    `Blocks`. The following always comes on top: a block's inputs and outputs on all images, the weights of its errors,
+    the training state of its weights, and the values that gradients need on four images. With the scope "model", all of
+    this counts for the whole model. partial: finished blocks are read from it, and the first rank adds new ones. ranks:
+    all of them compute the values of both networks, and they share the images of each step and of each evaluation.
     """
     current, device = list(assigned), images[0].device
     share = None if memory is None else memory // 2

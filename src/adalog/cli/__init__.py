@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable
 
-import torch
 import typer
 
 from adalog.cli import (
@@ -65,10 +64,9 @@ for _name, _command in COMMANDS.items():
 
 @app.callback()
 def _before_the_command(debug: DebugOption = False) -> None:
-    """Take the options that stand before the name of a command."""
+    """Accept the options that precede the name of a command."""
 
 
 def main() -> None:
     """Run the `adalog` command. The exit code is 0 for success, 1 for failure and 2 for bad input."""
-    torch.set_num_threads(1)  # adalog runs sites and batches in parallel instead, which scales better
     run(app, next((word for word in sys.argv[1:] if not word.startswith("-")), ""), SHARED)

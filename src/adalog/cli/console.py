@@ -87,7 +87,6 @@ def run_script(name: str, command: Callable[..., None], *, shared: bool = False)
 
     shared: whether it may run as several processes.
     """
-    torch.set_num_threads(1)  # adalog runs sites and batches in parallel instead, which scales better
     run(script_app(command), name, [name] if shared else [])
 
 
@@ -97,6 +96,7 @@ def run(app: Callable[..., Any], command: str, shared: Sequence[str]) -> None:
     command: the name of the command, or "" if there is none.
     shared: commands that may run as several processes. Other commands fail before a process waits for the rest.
     """
+    torch.set_num_threads(1)  # adalog runs sites and batches in parallel instead, which scales better
     if sys.stdout is None:
         _complain("failed", "cannot write to standard output: it is closed")
         sys.exit(FAILED)

@@ -9,7 +9,7 @@ import typer
 from adalog import DataError, artifact, export, files
 from adalog.cli.console import check_outputs, emit_json, say, waiting
 from adalog.cli.options import JsonOption
-from adalog.inputs.images import Preprocessing
+from adalog.cli.targets import recorded_preprocessing
 from adalog.run.tape import MAX_BATCH
 
 
@@ -30,20 +30,16 @@ def command(
     """
     check_outputs(out, json_out, reads=(file, *([classes] if classes else [])))
     names = None if classes is None else _read_names(classes)
-    noted = artifact.deserialise(artifact.read(file), str(file)).provenance.get("preprocessing")
-    try:
-        preprocessing = None if noted is None else dataclasses.asdict(Preprocessing.from_json(noted))
-    except ValueError as cause:
-        raise DataError(f"{file} records an invalid preprocessing: {cause}; quantize the model again") from cause
+    recorded = recorded_preprocessing(file, artifact.deserialise(artifact.read(file), str(file)).provenance)
+    preprocessing = None if recorded is None else dataclasses.asdict(recorded)
     batches = sorted({1, batch})
     with waiting(f"packing {file}"):
         content = export.to_pack(file, batches, preprocessing, names)
     files.write_whole(out, content)
     if json_out != "-":
-        told = " or ".join(map(str, batches))
-        say(f"{out}: {len(content):,} bytes, for {told} image{'s' if batches[-1] > 1 else ''} at once")
-    told_json = {"file": str(out), "bytes": len(content), "batches": batches, "classes": names and len(names)}
-    emit_json(told_json, json_out)
+        sizes = " or ".join(map(str, batches))
+        say(f"{out}: {len(content):,} bytes, for {sizes} image{'s' if batches[-1] > 1 else ''} at once")
+    emit_json({"file": str(out), "bytes": len(content), "batches": batches, "classes": names and len(names)}, json_out)
 
 
 def _read_names(path: Path) -> list[str]:

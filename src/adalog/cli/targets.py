@@ -1,8 +1,9 @@
 """Find and load the models, artifacts and images that a command line names."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -128,18 +129,24 @@ def stranger(file: Path) -> DataError:
     )
 
 
+def recorded_preprocessing(file: Path, provenance: Mapping[str, Any]) -> Preprocessing | None:
+    """Return the preprocessing that an artifact records, or None. Raises DataError if it is not valid."""
+    fields = provenance.get("preprocessing")
+    try:
+        return None if fields is None else Preprocessing.from_json(fields)
+    except ValueError as cause:
+        raise DataError(f"{file} records an invalid preprocessing: {cause}; quantize the model again") from cause
+
+
 def find_preprocessing(file: Path, quantized: QuantizedModel, loaded: zoo.LoadedModel | None) -> Preprocessing:
     """Return the preprocessing that an artifact records, or else that of its full-precision model.
 
     Raises DataError if there is neither, or if either does not fit the artifact's inputs.
     """
     found: list[tuple[Preprocessing, str]] = []
-    stored = quantized.provenance.get("preprocessing")
-    if stored is not None:
-        try:
-            found.append((Preprocessing.from_json(stored), str(file)))
-        except ValueError as cause:
-            raise DataError(f"{file} records an invalid preprocessing: {cause}; quantize the model again") from cause
+    recorded = recorded_preprocessing(file, quantized.provenance)
+    if recorded is not None:
+        found.append((recorded, str(file)))
     if loaded is not None and loaded.preprocessing is not None:
         found.append((loaded.preprocessing, loaded.name))
     if not found:

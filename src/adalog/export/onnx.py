@@ -154,7 +154,9 @@ def _name_ends(model: Any, quantized: QuantizedProgram) -> None:
     for value, name in zip((*graph.input, *graph.output), (*starts, *ends), strict=True):
         names.setdefault(value.name, name)
         value.name = names[value.name]
-    inside = {name for node in graph.node for name in node.output} | {each.name for each in graph.initializer}
+    inside = {name for node in graph.node for name in node.output} | {
+        initializer.name for initializer in graph.initializer
+    }
     aside = (inside - names.keys()) & set(names.values())
     names |= {name: next(other for i in count() if (other := f"{name}.inner_{i}") not in inside) for name in aside}
     for initializer in graph.initializer:

@@ -50,10 +50,10 @@ def to_pack(
             tensors[pack.constants_of(batch)] = parse_safetensors(tape)[tapes.CONSTANTS]
         model = run.load(path, tape=file)
         description = model.describe()
-        shapes = [each["shape"] for each in description["outputs"]]
+        shapes = [output["shape"] for output in description["outputs"]]
         if classes is not None and shapes != [[len(classes)]]:
-            told = " and ".join(str(tuple(shape)) for shape in shapes)
-            raise ValueError(f"there are {len(classes)} names of classes, but the model outputs {told} per image")
+            text = " and ".join(str(tuple(shape)) for shape in shapes)
+            raise ValueError(f"there are {len(classes)} names of classes, but the model outputs {text} per image")
         fields = {
             "format": pack.FORMAT,
             "version": version.__version__,
@@ -69,13 +69,13 @@ def to_pack(
         text = json.dumps(fields, separators=(",", ":"), allow_nan=False)
         if len(text) > MAX_JSON:
             raise ArtifactError(
-                f"{path} and its tapes have {len(text)} bytes of JSON, more than {MAX_JSON}: pack fewer"
+                f"{path} and its tapes have {len(text)} bytes of JSON, more than {MAX_JSON}: choose fewer batch sizes"
             )
         packed: bytes = to_safetensors(tensors, {pack.KEY: text})
         packed_file = Path(folder) / "pack"
         packed_file.write_bytes(packed)
         noise = [value.numpy() for value in noise_like(quantized, sum(batches))]  # every tape runs
-        alone, together = (leaves_of(each(*noise)) for each in (model, run.load(packed_file)))
+        alone, together = (leaves_of(loaded(*noise)) for loaded in (model, run.load(packed_file)))
         if not all(np.array_equal(one, other, equal_nan=True) for one, other in zip(alone, together, strict=True)):
             raise ArtifactError(f"adalog cannot pack {path}: the outputs of an image depend on the batch")
     return packed

@@ -56,22 +56,29 @@ class Call:
         size = meta.shape[dim]
         return size if isinstance(size, int) else self.emit("aten.sym_size.int", value, dim, part="_size")
 
+    def named(self) -> dict[str, Any]:
+        """Return all arguments by their names in PyTorch, with the defaults of those that are left out."""
+        arguments = _operation(self.op)._schema.arguments
+        defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+        own = zip((argument.name for argument in arguments), self.args, strict=False)
+        return {**defaults, **dict(own), **self.kwargs}
+
 
 def unfold_attention(call: Call) -> Ref:
     """Unfold softmax(Q K^T scale + mask) V into separate operations, so that its two products become sites."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    values = call.named()
     query, key = call.metas[:2]
-    if given.get("enable_gqa") and (shared := query.shape[-3] // key.shape[-3]) > 1:  # heads that share keys and values
+    shared = query.shape[-3] // key.shape[-3] if values.get("enable_gqa") else 1
+    if shared > 1:  # heads that share keys and values
         for name in ("key", "value"):
-            given[name] = call.emit("aten.repeat_interleave.self_int", given[name], shared, -3, part=f"_{name}s")
-    scale = given.get("scale")
+            values[name] = call.emit("aten.repeat_interleave.self_int", values[name], shared, -3, part=f"_{name}s")
+    scale = values.get("scale")
     if scale is None:
         scale = 1 / math.sqrt(call.metas[0].shape[-1])
-    transposed = call.emit("aten.transpose.int", given["key"], -2, -1, part="_kt")
-    scores = call.emit("aten.matmul.default", given["query"], transposed, part="_qk")
+    transposed = call.emit("aten.transpose.int", values["key"], -2, -1, part="_kt")
+    scores = call.emit("aten.matmul.default", values["query"], transposed, part="_qk")
     scores = call.emit("aten.mul.Tensor", scores, scale, part="_scaled")
-    mask = given.get("attn_mask")
+    mask = values.get("attn_mask")
     if mask is not None:
         meta = call.metas[3] if len(call.metas) > 3 else call.meta_kwargs["attn_mask"]
         if meta.dtype == torch.bool:
@@ -79,13 +86,13 @@ def unfold_attention(call: Call) -> Ref:
             scores = call.emit("aten.masked_fill.Scalar", scores, hidden, -math.inf, part="_masked")
         else:
             scores = call.emit("aten.add.Tensor", scores, mask, part="_masked")
-    if given.get("is_causal"):  # a token does not read later ones
-        rows = call.emit("aten.arange.default", call.size(given["query"], query, -2), part="_rows")
-        columns = call.emit("aten.arange.default", call.size(given["key"], key, -2), part="_columns")
+    if values.get("is_causal"):  # a token does not read later ones
+        rows = call.emit("aten.arange.default", call.size(values["query"], query, -2), part="_rows")
+        columns = call.emit("aten.arange.default", call.size(values["key"], key, -2), part="_columns")
         later = call.emit("aten.gt.Tensor", columns, call.emit("aten.unsqueeze.default", rows, -1), part="_later")
         scores = call.emit("aten.masked_fill.Scalar", scores, later, -math.inf, part="_causal")
     weights = call.emit("aten.softmax.int", scores, -1, part="_softmax")
-    return call.emit("aten.matmul.default", weights, given["value"], part="_av")
+    return call.emit("aten.matmul.default", weights, values["value"], part="_av")
 
 
 def unfold_einsum(call: Call) -> Ref | None:
@@ -278,18 +285,17 @@ def unfold_windows(call: Call) -> Ref:
 
 def unfold_tensor_split(call: Call, dim: int = 0) -> Any:
     """Write `tensor_split` as a split with sizes. dim: the dimension, if the operation does not say it."""
-    value, where, dim = (*call.args, call.kwargs.get("dim", dim))[:3]
-    dim = min(dim, call.metas[0].ndim - 1)  # `hsplit` splits the only dimension of a vector
+    value, where = call.args[:2]
+    dim = min(call.named().get("dim", dim), call.metas[0].ndim - 1)  # `hsplit` splits the only dimension of a vector
     size = call.metas[0].shape[dim]
-    if not isinstance(size, int) or not all(
-        isinstance(each, int) for each in (where if type(where) is tuple else [where])
-    ):
+    places = where if type(where) is tuple else (where,)
+    if not isinstance(size, int) or not all(isinstance(place, int) for place in places):
         return None
     if isinstance(where, int):
         sizes = [size // where + (index < size % where) for index in range(where)]
     else:
-        places = [min(max(place + size * (place < 0), 0), size) for place in where]
-        sizes = [max(end - start, 0) for start, end in zip((0, *places), (*places, size), strict=True)]
+        ends = [min(max(place + size * (place < 0), 0), size) for place in where]
+        sizes = [max(end - start, 0) for start, end in zip((0, *ends), (*ends, size), strict=True)]
         if sum(sizes) != size:  # the positions do not ascend
             return None
     parts = call.emit("aten.split_with_sizes.default", value, tuple(sizes), dim)
@@ -298,7 +304,7 @@ def unfold_tensor_split(call: Call, dim: int = 0) -> Any:
 
 def unfold_one_hot(call: Call) -> Ref | None:
     """Write `one_hot` with a number of classes as a comparison with all of them."""
-    value, classes = (*call.args, call.kwargs.get("num_classes", -1))[:2]
+    value, classes = call.args[0], call.named()["num_classes"]
     if not isinstance(classes, int) or classes < 0:
         return None
     numbers = call.emit("aten.arange.default", classes, part="_classes")
@@ -308,35 +314,36 @@ def unfold_one_hot(call: Call) -> Ref | None:
 
 def unfold_nan_to_num(call: Call) -> Ref | None:
     """Write `nan_to_num` as three masks."""
-    given = dict(zip(("self", "nan", "posinf", "neginf"), call.args, strict=False)) | dict(call.kwargs)
-    value, dtype = given["self"], call.metas[0].dtype
+    values = call.named()
+    value, dtype = values["self"], call.metas[0].dtype
     if not dtype.is_floating_point:
         return None
     most = torch.finfo(dtype).max
     for name, limit, other in (("posinf", math.inf, most), ("neginf", -math.inf, -most)):
         mask = call.emit("aten.eq.Scalar", value, limit, part=f"_is_{name}")
-        number = other if given.get(name) is None else given[name]
+        number = other if values[name] is None else values[name]
         value = call.emit("aten.masked_fill.Scalar", value, mask, number, part=f"_{name}")
     mask = call.emit("aten.ne.Tensor", value, value, part="_is_nan")
-    return call.emit("aten.masked_fill.Scalar", value, mask, given.get("nan") or 0.0)
+    return call.emit("aten.masked_fill.Scalar", value, mask, values["nan"] or 0.0)
 
 
 def unfold_cosine(call: Call) -> Ref:
     """Write a cosine similarity as a sum of products of normalised values."""
-    given = dict(zip(("x1", "x2", "dim", "eps"), call.args, strict=False)) | dict(call.kwargs)
-    dim, shares = given.get("dim", 1), []
+    values, shares = call.named(), []
+    dim = values["dim"]
     dim -= max(meta.ndim for meta in call.metas[:2]) if dim >= 0 else 0  # the operands may have unequally many
     for name in ("x1", "x2"):
-        length = call.emit("aten.linalg_vector_norm.default", given[name], 2, (dim,), True, part="_length")
-        length = call.emit("aten.clamp_min.default", length, given.get("eps", 1e-8), part="_length")
-        shares.append(call.emit("aten.div.Tensor", given[name], length, part="_share"))
+        length = call.emit("aten.linalg_vector_norm.default", values[name], 2, (dim,), True, part="_length")
+        length = call.emit("aten.clamp_min.default", length, values["eps"], part="_length")
+        shares.append(call.emit("aten.div.Tensor", values[name], length, part="_share"))
     product = call.emit("aten.mul.Tensor", *shares, part="_product")
     return call.emit("aten.sum.dim_IntList", product, (dim,))
 
 
 def unfold_logsumexp(call: Call) -> Ref:
     """Write log(sum(exp(x))) with the largest value subtracted before and added after, unless it is infinite."""
-    value, dims, keep = (*call.args, call.kwargs.get("keepdim", False))[:3]
+    values = call.named()
+    value, dims, keep = values["self"], values["dim"], values["keepdim"]
     dims = dims or tuple(range(call.metas[0].ndim))
     most = call.emit("aten.amax.default", value, dims, True, part="_most")
     infinite = call.emit("aten.eq.Scalar", call.emit("aten.abs.default", most, part="_abs"), math.inf, part="_infinite")
@@ -351,8 +358,8 @@ def unfold_logsumexp(call: Call) -> Ref:
 def unfold_scatter(call: Call) -> Ref | None:
     """Cut the values of a scatter to the shape of the index, because ONNX does not take more of them."""
     value, dim, index, source = call.args
-    places, given = call.metas[2:]
-    dims = [axis for axis in range(places.ndim) if str(places.shape[axis]) != str(given.shape[axis])]
+    places, written = call.metas[2:]
+    dims = [axis for axis in range(places.ndim) if str(places.shape[axis]) != str(written.shape[axis])]
     for axis in dims:
         end = call.size(index, places, axis)
         source = call.emit("aten.slice.Tensor", source, axis, 0, end, part="_cut")
@@ -384,9 +391,9 @@ def _corrected(op: str) -> Callable[[Call], Ref]:
     """Return a rewrite of a variance or standard deviation that turns `unbiased` into a correction of 1 or 0."""
 
     def spelled(call: Call) -> Ref:
-        given = dict(zip(("self", "dim", "unbiased", "keepdim"), call.args, strict=False)) | dict(call.kwargs)
-        correction = int(given.get("unbiased", True))
-        return call.emit(op, given["self"], given["dim"], correction=correction, keepdim=given.get("keepdim", False))
+        values = call.named()
+        correction = int(values["unbiased"])
+        return call.emit(op, values["self"], values["dim"], correction=correction, keepdim=values["keepdim"])
 
     return spelled
 
@@ -555,15 +562,8 @@ def store_constants(program: Program) -> Program:
     def instead(ref: Ref) -> Any:
         return values.get(ref.name, ref)
 
-    nodes = [
-        replace(
-            node,
-            args=map_refs(node.args, instead),
-            kwargs={key: map_refs(value, instead) for key, value in node.kwargs.items()},
-        )
-        for node in program.nodes
-    ]
-    return replace(program, nodes=tuple(nodes), output=map_refs(program.output, instead), tensors=tensors).pruned()
+    nodes = tuple(node.mapped(instead) for node in program.nodes)
+    return replace(program, nodes=nodes, output=map_refs(program.output, instead), tensors=tensors).pruned()
 
 
 def _constants(program: Program) -> set[str]:

@@ -142,6 +142,16 @@ def inference(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+def runs_on(model: nn.Module, *inputs: Any) -> bool:
+    """Return True if the model takes these inputs."""
+    try:
+        with torch.no_grad(), inference(model):
+            model(*inputs)
+    except Exception:  # the model's own code may raise any exception
+        return False
+    return True
+
+
 def _import(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> Program:
     """Export a model, and return it as a program in canonical form."""
     export = exported(model, example, any_size)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental import _config as export_config
-from torch.fx.experimental import symbolic_shapes
 
 from adalog.errors import CaptureError, one_line, printable
 
@@ -130,6 +129,8 @@ def _fixed_sizes(export: Callable[[], Any]) -> list[tuple[int, str]]:
     PyTorch does not record the place. So this function exports again, and looks at the stack when PyTorch replaces a
     symbol by a number.
     """
+    from torch.fx.experimental import symbolic_shapes  # which an export has imported before
+
     fixed: list[tuple[int, str]] = []
     replace = symbolic_shapes.ShapeEnv._set_replacement
 

@@ -65,14 +65,14 @@ class Node:
     def _refs(self) -> tuple[str, ...]:
         return tuple(refs_of((self.args, tuple(self.kwargs.values()))))
 
+    def mapped(self, function: Callable[[Ref], Any]) -> "Node":
+        """Return the node with every reference that it reads replaced by `function(ref)`."""
+        kwargs = {key: map_refs(value, function) for key, value in self.kwargs.items()}
+        return replace(self, args=map_refs(self.args, function), kwargs=kwargs)
+
     def renamed(self, names: Mapping[str, str]) -> "Node":
         """Return the node with the values that it reads renamed. names: old name -> new name."""
-
-        def rename(ref: Ref) -> Ref:
-            return Ref(names.get(ref.name, ref.name))
-
-        kwargs = {key: map_refs(value, rename) for key, value in self.kwargs.items()}
-        return replace(self, args=map_refs(self.args, rename), kwargs=kwargs)
+        return self.mapped(lambda ref: Ref(names.get(ref.name, ref.name)))
 
 
 class Output(dict[str, Any]):
@@ -286,21 +286,21 @@ def _where(node: Node) -> str:
 
 
 def _check_arguments(node: Node) -> None:
-    """Raise ProgramError for numbers that PyTorch accepts, and that name nothing: it then crashes, or computes nothing.
+    """Raise ProgramError for invalid arguments that PyTorch accepts, although it then crashes or computes nothing.
 
-    A dtype may not be a number. `grid_sampler` has three modes of interpolation and three of padding.
+    A dtype may not be a number. The modes of `grid_sampler` are 0, 1 and 2.
     """
     if not node.op.startswith("aten."):
         return
     arguments = resolve(node.op)._schema.arguments  # type: ignore[attr-defined]
-    named = zip((argument.name for argument in arguments), node.args, strict=False)
-    dtypes = [value for name, value in (*named, *node.kwargs.items()) if name == "dtype"]
+    named = [*zip((argument.name for argument in arguments), node.args, strict=False), *node.kwargs.items()]
+    dtypes = [value for name, value in named if name == "dtype"]
     if not all(value is None or isinstance(value, torch.dtype) for value in dtypes):
         raise ProgramError(f"{_where(node)} takes a torch.dtype, got {dtypes}")
-    modes = {**dict(zip((argument.name for argument in arguments), node.args, strict=False)), **node.kwargs}
-    for name in ("interpolation_mode", "padding_mode"):
-        if node.op == "aten.grid_sampler.default" and modes.get(name) not in (0, 1, 2):
-            raise ProgramError(f"{_where(node)} takes 0, 1 or 2 as {name}, got {modes.get(name)!r}")
+    modes = ("interpolation_mode", "padding_mode") if node.op == "aten.grid_sampler.default" else ()
+    for name in modes:
+        if (mode := dict(named).get(name)) not in (0, 1, 2):
+            raise ProgramError(f"{_where(node)} takes 0, 1 or 2 as {name}, got {mode!r}")
 
 
 def _check_division(one: Any, other: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from adalog.graph.capture import inference
+from adalog.graph.capture import runs_on
 
 Images = Tensor | tuple[Tensor, ...]  # one input, or several inputs with equally many images each
 _ONE_TENSOR = "give one tensor (N, 3, H, W)"
@@ -27,7 +27,7 @@ def as_inputs(images: Any, model: nn.Module, count: int) -> Images:
     if isinstance(images, DataLoader):
         return _joined(_first(images, count), "a DataLoader", of_batches=images.batch_sampler is not None)
     if isinstance(images, list):
-        required = [each for each in _parameters(model) if each.default is each.empty]
+        required = [parameter for parameter in _parameters(model) if parameter.default is parameter.empty]
         if len(required) > 1:
             raise ValueError(
                 f"images is a list, but {type(model).__name__} takes {len(required)} inputs: give them as a tuple of "
@@ -51,7 +51,7 @@ def as_inputs(images: Any, model: nn.Module, count: int) -> Images:
 def _batch(images: Tensor, model: nn.Module) -> Tensor:
     """Return the images, unless the tensor is a single image of a model that takes batches."""
     one = images.ndim == 3 and len(images) <= 4 and isinstance(model, nn.Module)
-    if one and any(isinstance(module, nn.Conv2d) for module in model.modules()) and _runs(model, images[None]):
+    if one and any(isinstance(module, nn.Conv2d) for module in model.modules()) and runs_on(model, images[None]):
         raise ValueError(
             f"images is one image of shape {tuple(images.shape)}: give a batch (N, 3, H, W), as images[None] for one"
         )
@@ -75,9 +75,10 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
         parameters = list(inspect.signature(model.forward).parameters.values())
     except (AttributeError, TypeError, ValueError):  # not a module, or a module without a signature
         return []
-    if any(each.kind == each.VAR_POSITIONAL for each in parameters):
+    if any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters):
         return []
-    return [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter for parameter in parameters if parameter.kind in kinds]
 
 
 def _first(loader: Any, count: int) -> list[Any]:
@@ -108,13 +109,3 @@ def _joined(parts: Sequence[Any], what: str, *, of_batches: bool = False) -> Ten
     raise ValueError(
         f"images is {what} of {kinds}, which are not images of one size: {_ONE_TENSOR}, or a tuple of inputs"
     )
-
-
-def _runs(model: nn.Module, images: Tensor) -> bool:
-    """Return True if the model takes these images."""
-    try:
-        with torch.no_grad(), inference(model):
-            model(images)
-    except Exception:  # the model's own code may raise any exception
-        return False
-    return True

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, BinaryIO, Literal, TextIO, get_args
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 import torch
@@ -19,11 +19,7 @@ from torch import Tensor
 from adalog.errors import DataError
 from adalog.inputs.ground_truth import find_labels
 from adalog.inputs.shards import SUFFIX, Member, read_shards
-
-Interpolation = Literal["bilinear", "bicubic", "lanczos", "nearest"]
-Fit = Literal["stretch", "cover", "contain"]
-Position = Literal["center", "center-floor", "top-left"]
-Channels = Literal["rgb", "bgr"]
+from adalog.run.pack import WORDS, Channels, Fit, Interpolation, Position
 
 SUFFIXES = (
     *(".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm"),
@@ -180,9 +176,9 @@ class Preprocessing:
                 f"resize = {self.resize} is smaller than the crop size = {self.size}: give at least {max(self.size)}, "
                 f"or {self.size} for no crop, or set fill to pad images"
             )
-        for name, kind in _WORDS.items():
-            if getattr(self, name) not in get_args(kind):
-                raise ValueError(f"{name} = {getattr(self, name)!r} is not one of {', '.join(get_args(kind))}")
+        for name, words in WORDS.items():
+            if getattr(self, name) not in words:
+                raise ValueError(f"{name} = {getattr(self, name)!r} is not one of {', '.join(words)}")
         if self.fit != "stretch" and isinstance(self.resize, int):
             raise ValueError(f"fit = {self.fit!r} needs resize = (height, width), got resize = {self.resize}")
         if self.fit == "contain" and self.fill is None:
@@ -193,7 +189,7 @@ class Preprocessing:
             raise ValueError(f"mean = {self.mean} and std = {self.std} are not three numbers each, with a positive std")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as a dictionary, without those that files of the first version lack and that are unset.
+        """Return the fields as a dictionary; fields that the first version lacked are left out at their defaults.
 
         Returns:
             The fields by name, for `QuantizedModel.note(preprocessing=...)` and for JSON. `from_json` reads them.
@@ -297,8 +293,12 @@ class Preprocessing:
 
 
 # Fields whose values are words, and the fields that files of the first version lack, with their defaults.
-_WORDS: dict[str, Any] = {"interpolation": Interpolation, "fit": Fit, "position": Position, "channels": Channels}
-_LATER: dict[str, Any] = {"fit": "stretch", "position": "center", "fill": None, "channels": "rgb"}
+# The fields that the first version lacked, with their defaults.
+_LATER: dict[str, Any] = {
+    field.name: field.default
+    for field in dataclasses.fields(Preprocessing)
+    if field.name in ("fit", "position", "fill", "channels")
+}
 
 
 def side_before_crop(side: int, crop_share: float) -> int:

@@ -16,8 +16,9 @@ from PIL import Image
 from torch import Tensor
 
 from adalog.errors import DataError, one_line
-from adalog.inputs.images import Channels, Fit, Interpolation, Position, Preprocessing, side_before_crop
+from adalog.inputs.images import Preprocessing, side_before_crop
 from adalog.inputs.refusals import listed
+from adalog.run.pack import Channels, Fit, Interpolation, Position
 
 _WAY_OUT = "return (module, Preprocessing) from your own path.py:function"
 # Sizes (W, H) of the compared images: landscape and portrait, with odd sides. A last image is larger than the result.
@@ -193,14 +194,12 @@ def _geometries(processor: Any, size: tuple[int, int]) -> Iterator[Preprocessing
     sizes = _sizes(processor, "size") if getattr(processor, "do_resize", None) else {}
     side, longest = sizes.get("shortest_edge"), sizes.get("longest_edge")
     resizes: list[tuple[int | tuple[int, int], Fit]] = []
-    if side and longest:
+    if longest:
         resizes.append(((longest, longest), "contain"))
     elif side:
         share = getattr(processor, "crop_pct", None)
         sides = [side, *([int(side / share)] if share else []), int(256 / 224 * side)]  # the last one in LeViT
-        resizes += [*((each, "stretch") for each in sides), ((side, side), "stretch")]
-    elif longest:
-        resizes.append(((longest, longest), "contain"))
+        resizes += [*((shorter, "stretch") for shorter in sides), ((side, side), "stretch")]
     for height, width in (("height", "width"), ("max_height", "max_width")):
         if height in sizes and width in sizes:
             both = sizes[height], sizes[width]

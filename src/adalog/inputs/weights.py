@@ -112,21 +112,21 @@ def _renamed(module: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
     return given
 
 
-def _other_classes(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> int:
+def _other_classes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> int:
     """Return the number of classes of weights that differ from a module's in nothing else, or 0."""
-    if own.keys() != given.keys():
+    if own.keys() != weights.keys():
         return 0
-    shapes = [(value.shape, own[name].shape) for name, value in given.items() if own[name].shape != value.shape]
+    shapes = [(value.shape, own[name].shape) for name, value in weights.items() if own[name].shape != value.shape]
     if any(not theirs or theirs[1:] != ours[1:] for theirs, ours in shapes):
         return 0
     counts = {(theirs[0], ours[0]) for theirs, ours in shapes}
     return counts.pop()[0] if len(counts) == 1 else 0
 
 
-def _distance(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> int:
+def _distance(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> int:
     """Return the number of names and shapes in which weights differ from a module's own."""
-    shared = own.keys() & given.keys()
-    return len(own.keys() ^ given.keys()) + sum(own[name].shape != given[name].shape for name in shared)
+    shared = own.keys() & weights.keys()
+    return len(own.keys() ^ weights.keys()) + sum(own[name].shape != weights[name].shape for name in shared)
 
 
 def misfit(own: Mapping[str, Any], given: Mapping[str, Tensor]) -> str:

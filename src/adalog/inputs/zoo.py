@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from adalog.errors import CaptureError, DataError
-from adalog.graph.capture import capture
+from adalog.graph.capture import capture, runs_on
 from adalog.graph.modules import float_module
 from adalog.graph.program import Program
 from adalog.graph.sites import census, find_pairs, find_sites
@@ -122,12 +122,7 @@ def _other_channels(loaded: LoadedModel) -> int:
     device = next((value.device for value in loaded.module.parameters()), None)
 
     def runs(channels: int) -> bool:
-        try:
-            with torch.no_grad():
-                loaded.module(torch.zeros(1, channels, *_size(loaded), device=device))
-        except Exception:  # the model's own code may raise any exception
-            return False
-        return True
+        return runs_on(loaded.module, torch.zeros(1, channels, *_size(loaded), device=device))
 
     if runs(3):
         return 0

@@ -12,6 +12,7 @@ Examples:
 
 import contextlib
 import hashlib
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +31,8 @@ from adalog.run import tape as tapes
 __all__ = ["Model", "load", "tape_path"]
 
 Array = npt.NDArray[Any]
-SUFFIX = ".adalog"  # of packs; a damaged one is still reported as a pack
-_MAX_NAME = 1024  # of an output [characters]; each of many outputs may repeat the keys above it
+SUFFIX = ".adalog"  # of packs, so that a damaged pack is reported as a pack
+_MAX_NAME = 1024  # limit on the name of an output [bytes], because many outputs may repeat the keys above them
 
 
 def tape_path(artifact: str | Path) -> Path:
@@ -57,8 +58,8 @@ class Model:
         tensor: Function that returns a tensor of the artifact by name.
 
     Attributes:
-        batch: Number of images per run, which the tape fixes. If there are several tapes, the largest number. Other
-            numbers of images run in pieces.
+        batch: Number of images per run, which the tape fixes. If there are several tapes, this is the largest of
+            their numbers. Other numbers of images run in pieces.
         batches: The number of images per run of each tape.
         inputs: Shape of each input by name, with `batch` images.
         preprocessing: The preparation of images that a pack records, as a dictionary, or None.
@@ -82,10 +83,10 @@ class Model:
         self.classes: tuple[str, ...] | None = None
         self.threads, self.level = context.threads, context.level
         weights = tapes.weights_of([header["weights"] for header, _ in recordings], tensor)
-        self._tapes = [_Tape(context, *recordings[i], weights[i]) for i in range(len(recordings))]
+        self._tapes = [_Tape(context, *recording, own) for recording, own in zip(recordings, weights, strict=True)]
         self.batches = tuple(tape.batch for tape in self._tapes)
         self.batch, self.inputs = self._tapes[-1].batch, self._tapes[-1].inputs
-        self.weight_bytes = sum(weight.nbytes for weight in {each for some in weights for each in some})
+        self.weight_bytes = sum(weight.nbytes for weight in {*itertools.chain.from_iterable(weights)})
         self.nbytes = sum(tape.nbytes for tape in self._tapes)
         self._lock = threading.Lock()
 
@@ -131,15 +132,15 @@ class Model:
         with self._lock, np.errstate(all="ignore"):
             while start < count:
                 # The largest batch that the rest fills, or else the smallest, with zeros for missing images.
-                tape = next((each for each in reversed(self._tapes) if each.batch <= count - start), self._tapes[0])
+                tape = next((fit for fit in reversed(self._tapes) if fit.batch <= count - start), self._tapes[0])
                 pieces = [value[start : start + tape.batch] for value in given]
                 missing = tape.batch - len(pieces[0])
                 if missing:
                     pieces = [np.pad(piece, [(0, missing)] + [(0, 0)] * (piece.ndim - 1)) for piece in pieces]
                 tape.run(pieces)
                 end = start + tape.batch - missing
-                for each, view in zip(_leaves(result), _leaves(tape.output), strict=True):
-                    each[start:end] = view[: end - start]
+                for whole, view in zip(_leaves(result), _leaves(tape.output), strict=True):
+                    whole[start:end] = view[: end - start]
                 start = end
         return result
 
@@ -333,7 +334,7 @@ def _leaves(value: Any) -> Iterator[Array]:
 
 def _named(value: Any, path: str = "") -> Iterator[tuple[str, Array]]:
     """Yield the arrays of a nested value with their names: keys and numbers with dots between them."""
-    stored.check(len(path) <= _MAX_NAME, f"the name of an output has more than {_MAX_NAME} characters")
+    stored.check(len(path.encode()) <= _MAX_NAME, f"the name of an output has more than {_MAX_NAME} bytes")
     if not isinstance(value, (dict, tuple, list)):
         yield path or "output", value
         return

@@ -4,22 +4,26 @@ A pack is not trusted. docs/reference/format.md describes the file.
 """
 
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from adalog.run import tape as tapes
-from adalog.stored import MAX_JSON, check, check_text, is_whole, parse_json
+from adalog.stored import check, check_fields, check_format, is_whole, parse_header
 
 FORMAT = 1
 KEY = "adalog-pack"
 MAX_TAPES = 16
-# The fields of a preprocessing that are words, with the words.
-WORDS = {
-    "interpolation": ("bilinear", "bicubic", "lanczos", "nearest"),
-    "fit": ("stretch", "cover", "contain"),
-    "position": ("center", "center-floor", "top-left"),
-    "channels": ("rgb", "bgr"),
+Interpolation = Literal["bilinear", "bicubic", "lanczos", "nearest"]
+Fit = Literal["stretch", "cover", "contain"]
+Position = Literal["center", "center-floor", "top-left"]
+Channels = Literal["rgb", "bgr"]
+# The words that each of these fields of a preprocessing allows.
+WORDS: dict[str, tuple[str, ...]] = {
+    "interpolation": get_args(Interpolation),
+    "fit": get_args(Fit),
+    "position": get_args(Position),
+    "channels": get_args(Channels),
 }
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "format": int,
@@ -48,16 +52,9 @@ def describe(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> dict[st
 
 def parse(text: str) -> dict[str, Any]:
     """Parse the JSON of a pack and check its fields and its tapes' fields. Raises ArtifactError."""
-    check(len(text) <= MAX_JSON, f"its JSON takes {len(text)} bytes, more than the limit of {MAX_JSON}")
-    header = parse_json(text)
-    check(isinstance(header, dict), "its JSON is not an object")
-    check_text(header)
-    check(header.get("format") == FORMAT, f"it has format {header.get('format')}, but adalog reads format {FORMAT}")
-    odd = sorted(header.keys() ^ _FIELDS.keys())
-    check(not odd, f"these fields are missing or unknown: {', '.join(odd)}")
-    for name, kind in _FIELDS.items():
-        good = isinstance(header[name], kind)
-        check(good, f"its field {name} has the wrong type {type(header[name]).__name__}")
+    header: dict[str, Any] = parse_header(text)
+    check_format(header, FORMAT)
+    check_fields(header, _FIELDS)
     check(1 <= len(header["tapes"]) <= MAX_TAPES, f"it has {len(header['tapes'])} tapes, not 1 to {MAX_TAPES}")
     batches = [tapes.check_fields(tape)["batch"] for tape in header["tapes"]]
     check(all(map(int.__lt__, batches, batches[1:])), f"the batches of its tapes {batches} do not increase")
@@ -89,7 +86,7 @@ def _check_preparation(fields: dict[str, Any]) -> None:
         [fields["rescale"]] * 3,
         [0] * 3 if fields["fill"] is None else fields["fill"],
     ]
-    good = good and all(isinstance(each, list) and len(each) == 3 for each in colours)
-    good = good and all(type(value) in (int, float) and math.isfinite(value) for each in colours for value in each)
+    good = good and all(isinstance(colour, list) and len(colour) == 3 for colour in colours)
+    good = good and all(type(value) in (int, float) and math.isfinite(value) for colour in colours for value in colour)
     good = good and min(fields["std"]) > 0 and all(fields[name] in words for name, words in WORDS.items())
     check(good, f"its preprocessing {fields} is not valid")

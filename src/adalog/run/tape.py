@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from adalog import library
+from adalog import library, stored
 from adalog.run import abi
 from adalog.run.floats import FLOATS
-from adalog.stored import MAX_JSON, check, check_text, is_whole, parse_json, unpack
+from adalog.stored import check, is_whole, unpack
 
 FORMAT = 1
 KEY = "adalog-tape"
@@ -61,22 +61,15 @@ Array = npt.NDArray[Any]
 
 def parse(header: str) -> dict[str, Any]:
     """Parse the JSON of a tape and check its fields. Raises ArtifactError for another format or interface."""
-    check(len(header) <= MAX_JSON, f"its JSON takes {len(header)} bytes, more than the limit of {MAX_JSON}")
-    tape = parse_json(header)
-    check_text(tape)
-    return check_fields(tape)
+    return check_fields(stored.parse_header(header))
 
 
 def check_fields(tape: Any) -> dict[str, Any]:
     """Check the fields of a tape, and return the tape. Raises ArtifactError for another format or interface."""
-    check(isinstance(tape, dict), "its JSON is not an object")
-    found, interface = tape.get("format"), tape.get("interface")
-    check(found == FORMAT, f"it has format {found}, but adalog reads format {FORMAT}")
+    stored.check_format(tape, FORMAT)
+    interface = tape.get("interface")
     check(interface == library.ABI, f"it is for kernel interface {interface}, but adalog has {library.ABI}")
-    odd = sorted(tape.keys() ^ _FIELDS.keys())
-    check(not odd, f"these fields are missing or unknown: {', '.join(odd)}")
-    for name, kind in _FIELDS.items():
-        check(isinstance(tape[name], kind), f"its field {name} has the wrong type {type(tape[name]).__name__}")
+    stored.check_fields(tape, _FIELDS)
     batch, work = tape["batch"], tape["work"]
     check(is_whole(batch, 1, MAX_BATCH), f"its batch of {batch} images is out of range")
     check(is_whole(work, 0, batch * MAX_WORK), f"its work takes {work} bytes for {batch} images, which is out of range")
@@ -99,8 +92,8 @@ def weights_of(lists: Sequence[Sequence[Any]], tensor: Callable[[str], Array]) -
         if repr(entry) not in made:
             made[repr(entry)] = _weight_of(entry, tensor)
             layouts[entry[0]] += 1
-            told = f"weight {entry[0]} is laid out in more than {_MAX_LAYOUTS} ways"
-            check(layouts[entry[0]] <= _MAX_LAYOUTS, told)
+            few = layouts[entry[0]] <= _MAX_LAYOUTS
+            check(few, f"weight {entry[0]} is laid out in more than {_MAX_LAYOUTS} ways")
     return [[made[repr(entry)] for entry in entries] for entries in lists]
 
 

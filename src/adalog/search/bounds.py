@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from adalog.choices import FoldRanges, Strategy, check_choice, check_flag, check_share, check_whole
+from adalog.choices import check_choice, check_flag, check_share, check_whole
 from adalog.quantizers import (
     Assignment,
     Fold,
@@ -30,6 +30,8 @@ _LEAST_GAIN = 1e-3
 # Survivors are scored on this many times as many rows as the steps use.
 _FAIR = 8
 # The kinds of ranges that `best_ranges` compares; among equally good ones the first wins.
+Strategy = Literal["fpcs", "alternating", "brute-force"]
+FoldRanges = Literal["own", "deviations", "best"]
 _RANGES: tuple[FoldRanges, ...] = ("own", "deviations")
 # The number of neighbours of each parent in FPCS.
 _CHILDREN = 8

@@ -39,8 +39,8 @@ typedef struct {
 typedef struct {
     int threads;       /* threads that share the work of a call, 1 to 1024; default 1 */
     const char* level; /* the kernels: "scalar", "avx2", "avx512vnni", "amx", "neon" or "i8mm"; default the fastest */
-    size_t memory;     /* most bytes that the open model may take; default 2 GiB. While a model is opened, its file, with
-                        * the same limit, its JSON and the codes of one weight come on top. While it runs, each thread
+    size_t memory;     /* limit on the bytes of the open model; default 2 GiB. Opening a model also takes its file, which
+                        * has the same limit, its JSON, and the codes of one weight. While the model runs, each thread
                         * takes up to 256 MiB more. */
 } adalog_options;
 
@@ -62,7 +62,7 @@ typedef struct {
     size_t bytes;         /* of one image */
 } adalog_value;
 
-/* The preparation of an image that the model wants. The caller resizes the image, crops or pads it, orders its channels,
+/* How to prepare an image for the model. The caller resizes the image, crops or pads it, orders its channels,
  * multiplies values 0-255 by `rescale`, subtracts `mean` and divides by `std`.
  *
  * fit, if resize_shorter is 0: "stretch" resizes to exactly the height and width. The others keep the proportions: "cover"

@@ -20,26 +20,9 @@
 #include <mutex>
 #include <new>
 
+#include "kernels.h"
 #include "reader.h"
 #include "structures.h"
-
-extern "C" {
-unsigned adalog_features(void);
-int adalog_abi(void);
-void* adalog_open(int threads, int level);
-void adalog_close(void* context);
-void* adalog_weights(const uint8_t* codes, const int32_t* zero, int64_t columns, int64_t terms, int bits, int left_zero,
-                     int left_top);
-void adalog_weights_free(void* weights);
-int64_t adalog_weights_bytes(const void* weights);
-int adalog_linear(void*, const void*);
-int adalog_product(void*, const void*);
-int adalog_attention(void*, const void*);
-int adalog_norm(void*, const void*);
-int adalog_encode(void*, const void*);
-int adalog_patches(void*, const void*);
-int adalog_depthwise(void*, const void*);
-}
 
 namespace {
 
@@ -54,9 +37,9 @@ using adalog::Value;
 using Wide = __int128;
 
 constexpr char KEY[] = "adalog-pack";
-constexpr int64_t FORMAT = 1;
+constexpr int64_t PACK_FORMAT = 1, TAPE_FORMAT = 1;  // as in pack.py and tape.py
 constexpr int64_t MAX_BATCH = 1 << 16, MAX_WORK = 1 << 30, MAX_TAPES = 16;  // as in tape.py and pack.py
-constexpr size_t MAX_NAME = 1024;        // of an output [bytes]
+constexpr size_t MAX_NAME = 1024;      // of an output [bytes]
 constexpr int64_t MAX_SIDE = 1 << 24;  // of a weight, as in native.cpp
 constexpr int MAX_LAYOUTS = 16;
 constexpr size_t ALIGNMENT = 64, MEMORY = size_t(1) << 31;
@@ -492,7 +475,8 @@ public:
 
     Tape(Value tape, const Tensors& file, std::string_view digest, WeightStore& weights, Budget& budget) {
         check(tape.is(Json::OBJECT), "a tape is not a JSON object");
-        check(tape.at("format").is_whole(FORMAT, FORMAT), "it has a tape of another format than %d", int(FORMAT));
+        check(tape.at("format").is_whole(TAPE_FORMAT, TAPE_FORMAT), "it has a tape of another format than %d",
+            int(TAPE_FORMAT));
         const int64_t interface = adalog_abi();
         check(tape.at("interface").is_whole(interface, interface),
               "it is not for kernel interface %d, which this library has: make it again with `adalog pack`",
@@ -587,8 +571,7 @@ private:
     }
 
     void fill(Value entry) {
-        const bool three = entry.is(Json::LIST) && entry.size() == 3;
-        bool good = three;
+        bool good = entry.is(Json::LIST) && entry.size() == 3;
         int64_t numbers[3] = {};
         for (size_t i = 0; good && i < 3; i++) {
             good = entry[i].is_whole(0, INT64_MAX / 2);
@@ -750,11 +733,10 @@ private:
         const bool list = given.is(Json::LIST) && given.size() > 1;
         check(list, "a float operation needs a list with a result and arguments");
         to.out = view(given[0], true);
-        const bool moves = to.operation == Operation::COPY || to.operation == Operation::CAT;
-        const bool joins = to.operation == Operation::CAT;
-        const size_t operands = joins ? 0 : to.operation == Operation::COPY || to.operation == Operation::MEAN ||
-            to.operation == Operation::POOL ? 1 : 2;
-        check(moves || to.out.type == TYPES, "a float operation has a result that is not float32");
+        const bool copies = to.operation == Operation::COPY, joins = to.operation == Operation::CAT;
+        const bool averages = to.operation == Operation::MEAN || to.operation == Operation::POOL;
+        const size_t operands = joins ? 0 : copies || averages ? 1 : 2;
+        check(copies || joins || to.out.type == TYPES, "a float operation has a result that is not float32");
         check(given.size() > operands, "a float operation has too few arguments");
         to.numbers.reset(new float[operands + 1]());
         auto operand = [&](Value value) {
@@ -770,18 +752,15 @@ private:
                 View number;
                 number.data = reinterpret_cast<uint8_t*>(&to.numbers[i]);
                 to.operands.push_back(repeated(number, to.out));
-            } else if (to.operation == Operation::MEAN || to.operation == Operation::POOL) {
-                to.operands.push_back(operand(value));
             } else {
-                to.operands.push_back(repeated(operand(value), to.out));
+                const View read = operand(value);
+                to.operands.push_back(averages ? read : repeated(read, to.out));
             }
         }
         if (joins) set_join(to, given, operand);
         if (to.operation == Operation::MEAN) set_mean(to, given);
         if (to.operation == Operation::POOL) check_pool(to, given.size());
-        check(joins || to.operation == Operation::MEAN || to.operation == Operation::POOL ||
-            given.size() == operands + 1,
-              "a float operation has too many arguments");
+        check(joins || averages || given.size() == operands + 1, "a float operation has too many arguments");
     }
 
     // Returns an axis of this rank, which may count from the end.
@@ -794,7 +773,7 @@ private:
     static void set_join(Floats& to, Value given, Operand operand) {
         check(given[1].is(Json::LIST) && given[1].size() > 0 && given.size() <= 3,
             "it joins something that is not a list");
-        int64_t zero_shape = 0;
+        int64_t joined = 0;
         for (Value each : given[1]) to.operands.push_back(operand(each));
         const int rank = to.out.rank;
         check(rank > 0, "it joins values without dimensions");
@@ -803,9 +782,9 @@ private:
             check(each.rank == rank, "it joins values of different shapes");
             for (int i = 0; i < rank; i++)
                 check(i == to.axis || each.shape[i] == to.out.shape[i], "it joins values of different shapes");
-            zero_shape += each.shape[to.axis];
+            joined += each.shape[to.axis];
         }
-        check(zero_shape == to.out.shape[to.axis], "it joins values to a result of another shape");
+        check(joined == to.out.shape[to.axis], "it joins values to a result of another shape");
     }
 
     static void set_mean(Floats& to, Value given) {
@@ -818,7 +797,7 @@ private:
             to.reduced[axis] = true;
         }
         const bool keeps = given.size() == 4 && given[3].is_true();
-        // The result, with or without the dimensions of size one that are left of the others.
+        // The result without the dimensions of size one that a mean may keep.
         View kept = to.out;
         kept.rank = 0;
         int at = 0;
@@ -901,8 +880,8 @@ struct adalog_model {
         document.check_text();
         const Value pack(document, document.root());
         check(pack.is(Json::OBJECT), "its JSON is not an object");
-        check(pack.at("format").is_whole(FORMAT, FORMAT), "it has another format than %d, which this library reads",
-            int(FORMAT));
+        check(pack.at("format").is_whole(PACK_FORMAT, PACK_FORMAT),
+            "it has another format than %d, which this library reads", int(PACK_FORMAT));
         pack.check_fields({"format", "version", "digest", "bits", "inputs", "outputs", "preprocessing", "classes",
                            "artifact", "tapes"},
                           "the pack");
@@ -938,11 +917,10 @@ struct adalog_model {
 
     void run(int64_t images, const adalog_buffer* inputs, size_t input_count, const adalog_buffer* outputs,
         size_t output_count) {
-        const size_t wanted[] = {description_.input_count, description_.output_count};
         demand(images >= 0 && images <= INT32_MAX, ADALOG_BAD_ARGUMENT, "the number of images is out of range");
-        demand(input_count == wanted[0] && output_count == wanted[1], ADALOG_BAD_ARGUMENT,
-               "the model has %zu inputs and %zu outputs, not %zu and %zu", wanted[0], wanted[1], input_count,
-                   output_count);
+        demand(input_count == description_.input_count && output_count == description_.output_count, ADALOG_BAD_ARGUMENT,
+               "the model has %zu inputs and %zu outputs, not %zu and %zu", description_.input_count,
+               description_.output_count, input_count, output_count);
         for (size_t i = 0; i < input_count; i++) {
             check_buffer(inputs, i, description_.inputs[i], images, 4);
             const float* values = static_cast<const float*>(inputs[i].data);
@@ -987,7 +965,7 @@ private:
     std::vector<int64_t> batches_;
     std::vector<Region> padded_;
     std::vector<adalog_value> inputs_, outputs_;
-    std::string bits_, interpolation_;
+    std::string bits_;
     std::vector<std::string> classes_;
     std::vector<const char*> class_names_;
     adalog_preprocessing preprocessing_{};

@@ -232,7 +232,7 @@ private:
         else byte(0xF0 | point >> 18), byte(0x80 | (point >> 12 & 63));
         byte(0x80 | (point >> 6 & 63)), byte(0x80 | (point & 63));
     }
-    // Decodes a text, whose first quote is behind.
+    // Decodes a text after its opening quote.
     std::string_view text() {
         const size_t start = used_;
         while (true) {
@@ -327,16 +327,12 @@ public:
     Iterator begin() const { return {document_, node_->first}; }
     Iterator end() const { return {document_, 0}; }
 
-    // Returns an item of a list, or null if there are fewer.
-    const Node* item(size_t number) const {
+    // Returns an item of a list. Refuses a list that has fewer.
+    Value operator[](size_t number) const {
         uint32_t index = is(Json::LIST) ? node_->first : 0;
         for (; index && number; number--) index = (*document_)[index].next;
-        return index ? &(*document_)[index] : nullptr;
-    }
-    Value operator[](size_t number) const {
-        const Node* found = item(number);
-        check(found, "a list is too short");
-        return {*document_, *found};
+        check(index, "a list is too short");
+        return {*document_, (*document_)[index]};
     }
     Value at(const char* name) const {
         check(is(Json::OBJECT), "there is no object with the field %s", name);
@@ -446,7 +442,7 @@ public:
 
 private:
     std::string metadata_;
-    std::map<std::string, Stored, std::less<>> tensors_;
+    std::map<std::string, Stored> tensors_;
 
     static int bytes_of(std::string_view type) {
         for (const char* each : {"BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"})
