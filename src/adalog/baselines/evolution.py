@@ -120,7 +120,7 @@ def _first_output(program: Program, images: Sequence[Tensor]) -> str:
     Raises CalibrationError if there is none.
     """
     names = list(refs_of(program.output))
-    values = trace(program, images, names=names)
+    values = trace(program, images)
     found = (name for name in names if isinstance(values[name], Tensor) and values[name].is_floating_point())
     first = next(found, None)
     if first is None:

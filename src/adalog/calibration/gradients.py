@@ -104,8 +104,12 @@ def squared_gradients(
     one forward, and one backward per probe. If some value does not keep images apart, all images form one batch. Raises
     CalibrationError if no output has a gradient.
     """
-    traced = trace(program, images, names=names)
-    names = [name for name, value in traced.items() if isinstance(value, Tensor) and value.is_floating_point()]
+    traced = trace(program, images)
+    names = [
+        name
+        for name, value in traced.items()
+        if name in names and isinstance(value, Tensor) and value.is_floating_point()
+    ]
     dimensions = _image_dimensions(program, images, names)
     batch = len(images[0]) if dimensions is None else BATCH
     statistics = {ref.name for node in program.nodes if node.op in _NORMALISED for ref in node.args[3:5] if ref}

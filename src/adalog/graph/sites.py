@@ -115,7 +115,7 @@ def with_heads(sites: Sequence[Site], program: Program, inputs: Sequence[Tensor]
     names = {name for site in sites if site.role in ("qk", "av") for name in (site.left, site.right)}
     if not names:
         return list(sites)
-    found = [trace(program, inputs, 2, names), trace(program, inputs, 3, names)]
+    found = [trace(program, inputs, 2), trace(program, inputs, 3)]
     if program.free:
         larger = at_twice_the_size(program, inputs, 2, names)
         found.append({name: value if value.ndim else found[0][name] for name, value in larger.items()})

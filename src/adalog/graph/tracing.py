@@ -14,28 +14,21 @@ Axis = tuple[int, int] | None  # (dimension that counts images, entries per imag
 
 
 @torch.no_grad()
-def trace(
-    program: Program, inputs: Sequence[Tensor], count: int | None = None, names: Collection[str] | None = None
-) -> dict[str, Any]:
+def trace(program: Program, inputs: Sequence[Tensor], count: int | None = None) -> Mapping[str, Any]:
     """Return every value of a program by name, without data: tensors on the meta device, and sizes as numbers.
 
-    inputs: inputs whose shapes and dtypes are used. count: the number of images, if other than that of the inputs.
-    names: return only these values, so that the others are not held. Raises ProgramError if an operation fails.
+    inputs: inputs whose shapes and dtypes are used. count: the number of images, if other than that of the inputs. The
+    program keeps the result. Raises ProgramError if an operation fails.
     """
-    if count is None:
-        given = [torch.empty_like(value, device="meta") for value in inputs]
-    else:
-        given = [value.new_empty((count, *value.shape[1:]), device="meta") for value in inputs]
-    stored = {name: value for name, value in program.tensors.items() if names is None or name in names}
-    values: dict[str, Any] = {name: value.to("meta") for name, value in stored.items()}
-    values |= (each for each in zip(program.inputs, given, strict=True) if names is None or each[0] in names)
-
-    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-        if names is None or node.name in names:
-            values[node.name] = result
-
-    program.run_without_data(given, watch)
-    return values
+    shapes = [value.shape if count is None else (count, *value.shape[1:]) for value in inputs]
+    key = tuple((tuple(shape), value.dtype) for shape, value in zip(shapes, inputs, strict=True))
+    if key not in program.traces:
+        given = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in key]
+        values: dict[str, Any] = {name: value.to("meta") for name, value in program.tensors.items()}
+        values |= zip(program.inputs, given, strict=True)
+        program.run_without_data(given, lambda node, _, result: values.__setitem__(node.name, result))
+        program.traces[key] = values
+    return program.traces[key]
 
 
 def at_twice_the_size(
@@ -48,9 +41,10 @@ def at_twice_the_size(
         sizes = [size * (2 if dim in dims else 1) for dim, size in enumerate(value.shape)]
         larger.append(value.new_empty((0, *sizes[1:])))
     try:
-        return trace(program, larger, images, names)
+        values = trace(program, larger, images)
     except ProgramError:
         return dict.fromkeys(names, torch.empty(()))
+    return {name: values[name] for name in names}
 
 
 def sizes(values: Mapping[str, Any]) -> dict[str, int]:

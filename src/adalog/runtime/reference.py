@@ -110,7 +110,7 @@ def plan(program: Program, example: tuple[Tensor, ...]) -> list[IntegerSite]:
     names = {call.node.name: call.name for site in find_sites(plain) for call in site.calls}
     fakes = {node.name: node for node in program.nodes if node.op == FAKE_QUANTIZE}
     operands = {name for node in program.nodes if node.op in PRODUCTS for name in node.refs()}
-    values = trace(program, example, 1, operands)
+    values = trace(program, example, 1)
     larger = at_twice_the_size(program, example, 1, operands) if program.free else values
     sites = []
     for node in program.nodes:
