@@ -33,6 +33,7 @@ from adalog.calibration.partial import Partial, assignment_json, fingerprint
 from adalog.calibration.schedule import Progress, run_searches
 from adalog.calibration.shared import Shared
 from adalog.calibration.stages import check_images, staged
+from adalog.calibration.values import even_out_values
 from adalog.choices import Correction
 from adalog.config import Config
 from adalog.errors import CalibrationError
@@ -117,7 +118,7 @@ class Calibration:
         sizes: "fixed", or "free" to let the quantized model take images of other heights and widths.
 
     Attributes:
-        program: The captured model.
+        program: The captured model, with the values of attention evened out (`even_out_values`).
         images: The calibration images, as a tuple of inputs.
         unlabelled: The images that stages may fit, as a tuple of inputs.
         sites: The multiplications that can be quantized.
@@ -154,6 +155,7 @@ class Calibration:
         self.unlabelled = self.images if unlabelled is None else _more_like(self.images, unlabelled)
         self.program = capture(_of_float32(float_module(model)), inputs, sizes)
         self.sites = with_heads(find_sites(self.program), self.program, self.images)
+        self.program = even_out_values(self.program, self.sites, take(self.images, [0, 1]))
         self.pairs = find_pairs(self.program, self.sites, take(self.images, [0, 1]))
         self.seed = seed
         self.groups = group_sites(self.sites, self.pairs)

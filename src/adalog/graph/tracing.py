@@ -53,23 +53,29 @@ def sizes(values: Mapping[str, Any]) -> dict[str, int]:
 
 
 def channels_in_views(
-    name: str, values: Mapping[str, Any], readers: Mapping[str, Sequence[Node]], *, padded: bool = False
+    name: str,
+    values: Mapping[str, Any],
+    readers: Mapping[str, Sequence[Node]],
+    channels: Tensor | None = None,
+    *,
+    padded: bool = False,
 ) -> list[tuple[str, Any]]:
     """Return a value and all its views, nearest first, each with the channel number of every entry.
 
-    The last axis of the value counts its channels. values: from `trace`. readers: from `Program.consumers`. padded:
-    follow zero padding too (see `zero_padding`); padded entries have the channel number -1.
+    values: from `trace`. readers: from `Program.consumers`. channels: the numbers in the value itself, in its shape; by
+    default, its last axis counts them. padded: follow zero padding too (see `zero_padding`); padded entries have the
+    channel number -1.
     """
     numbers, shape = sizes(values), values[name].shape
-    views: list[tuple[str, Any]] = [(name, torch.arange(shape[-1]).expand(shape))]
-    for view, channels in views:  # the loop appends to this list
+    views: list[tuple[str, Any]] = [(name, torch.arange(shape[-1]).expand(shape) if channels is None else channels)]
+    for view, viewed in views:  # the loop appends to this list
         for reader in readers.get(view, []):
-            known = {**numbers, view: channels}
+            known = {**numbers, view: viewed}
             if reader.op in MOVES:
                 views.append((reader.name, resolve(reader.op)(*evaluate(reader.args, known), **reader.kwargs)))
             elif padded and zero_padding(reader):
                 widths = evaluate(reader.args[1], known)
-                views.append((reader.name, torch.nn.functional.pad(channels, widths, value=-1)))
+                views.append((reader.name, torch.nn.functional.pad(viewed, widths, value=-1)))
     return views
 
 
