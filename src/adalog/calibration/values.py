@@ -100,8 +100,9 @@ def find_values(program: Program, sites: Sequence[Site], example: Sequence[Tenso
     def end_of(views: Sequence[tuple[str, Any]], channels: Tensor) -> tuple[Node | None, Tensor]:
         """Return the only operation that computes with these channels, and the channels of the value it reads."""
         ends: list[tuple[Node | None, Tensor]] = []
+        known = channels.unique()
         for view, numbers in views:
-            if isinstance(numbers, Tensor) and bool(torch.isin(numbers, channels).any()):
+            if isinstance(numbers, Tensor) and bool(torch.isin(numbers.unique(), known).any()):
                 ends += [(None, numbers)] if view in outputs else []
                 ends += [(node, numbers) for node in readers.get(view, []) if node.op not in MOVES | SHAPE_READERS]
         return ends[0] if len(ends) == 1 else (None, channels)
