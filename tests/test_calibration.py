@@ -10,11 +10,12 @@ from torch.nn import functional as F
 import adalog
 from adalog import Calibration, CalibrationError, CaptureError, Config, Correction, Reconstruction, Search, library
 from adalog.baselines import RangeSearch
+from adalog.calibration import operands
 from adalog.graph.sites import census
 from adalog.methods import METHODS
 from adalog.study.cost import cost
 from stored import deserialise, serialise
-from toys import TOKENS, Toy, tokens_config
+from toys import TOKENS, Toy, decibels, tokens_config
 
 EXECUTORS = ("reference", "torch", *(["native"] if library.levels() else []))
 IMAGES = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(3))
@@ -286,3 +287,20 @@ def test_ranges_of_large_weights_do_not_overflow(factor):
         wanted = enlarged(factor, False)(TOKENS).double()
     assert float((qmodel(TOKENS) - wanted).norm() / wanted.norm()) < 0.05
     assert 25 < qmodel.ledger[1].sqnr < 60
+
+
+# --- sites with many rows --------------------------------------------------------------------------------------------
+
+
+def test_a_site_with_many_rows_is_searched_on_a_part_of_them(tiniest, monkeypatch):
+    images = torch.randn(16, 3, 32, 32, generator=torch.Generator().manual_seed(4))
+    config = replace(Config.preset("w6a6"), images=16, stages=())
+    whole = adalog.quantize(tiniest, images, config)
+    assert not any("searched on a part" in reason for reason in whole.refusals.values())
+    monkeypatch.setattr(operands, "_ROWS", 300)
+    part = adalog.quantize(tiniest, images, config)
+    reasons = {name: reason for name, reason in part.refusals.items() if "searched on a part" in reason}
+    assert reasons
+    assert reasons.keys() <= {row.site for row in part.ledger}
+    output = tiniest(images).detach()
+    assert decibels(part(images), output) > decibels(whole(images), output) - 1

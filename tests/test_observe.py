@@ -352,3 +352,15 @@ def test_few_rows_of_many_find_as_good_quantizers():
         assert found.product.left.values.numel() < 0.4 * best.product.left.values.numel()
         error = every.evaluate(found, config).mean_square_error()
         assert error == pytest.approx(best.mean_square_error(), rel=0.05)
+
+
+def test_a_request_for_fewer_rows_takes_them_whatever_the_memory():
+    program = MODELS["demo"]()
+    needs = [replace(need, stride=2) for need in needs_of(program)]
+    seen, expected = Observed(program, [IMAGES], trace(program, [IMAGES]), needs, 1 << 30), at_once(program, [IMAGES])
+    for need in needs:
+        stride = seen.stride(need.names)
+        assert 2 <= stride <= 4
+        for name, kept in seen.seen(need.names).items():
+            whole = expected[name].flatten(0, -2) if need.by_row else expected[name]
+            torch.testing.assert_close(kept, whole[::stride], rtol=1e-5, atol=1e-5)

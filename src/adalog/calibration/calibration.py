@@ -295,6 +295,10 @@ class Calibration:
         for group, assignment in assigned:
             if choices_of(group, config) != config and assignment.left is None and assignment.right is None:
                 refusals |= {site.name: f"stays float: pinned at {FLOAT_BITS} bits" for site in group.sites}
+        for group in self.groups:
+            if (stride := self._observed.stride(self._requests[group.name].names)) > 1:
+                part = f"searched on a part of its values: one row, image or window in {stride}"
+                refusals.setdefault(group.name, part)
         if any(isinstance(stage, Correction) for stage in config.stages):
             biases = [
                 assignment.bias

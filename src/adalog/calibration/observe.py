@@ -25,13 +25,14 @@ class Request:
 
     by_row: True if each row (all dimensions but the last) counts by itself, so that single rows can be left out. If
     False, whole images or windows are left out, the same ones of every value. scratch: bytes that the search takes in
-    addition.
+    addition. stride: every n-th row, image or window is enough, for about this n.
     """
 
     site: str
     names: frozenset[str]
     by_row: bool
     scratch: int
+    stride: int = 1
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ class Observed:
     from take more, it starts from those of an earlier stage or from the images. Stages requested in order cost one
     forward in total. A request for an earlier stage starts from the images again.
 
-    If a request takes more than its 3/8, or more scratch than `memory`, every n-th row, image or window of it is kept.
-    The stride n has no common factor with the number of rows or windows in an image.
+    If a request takes more than its 3/8, or more scratch than `memory`, or if fewer rows are enough for it, every n-th
+    row, image or window of it is kept. The stride n has no common factor with the number of rows or windows in an
+    image.
 
     Batches give the same values as all images at once, up to rounding. Each stage checks this on two images. If it does
     not hold, because the program mixes images or counts them in a dimension inside another, the stage runs on all
@@ -88,7 +90,7 @@ class Observed:
             names = request.names.difference(program.tensors)
             other = together.get(names, request)
             by_row, scratch = request.by_row and other.by_row, max(request.scratch, other.scratch)
-            together[names] = Request(other.site, names, by_row, scratch)
+            together[names] = Request(other.site, names, by_row, scratch, min(request.stride, other.stride))
         self._stages = self._divided(list(together.values()), memory)
         self._wanted = frozenset[str]().union(*(stage.names for stage in self._stages))
         self._lock = Lock()
@@ -134,7 +136,7 @@ class Observed:
         every = frozenset[str]().union(*(request.names for request in requests))
         made = [self._shapes[name].untyped_storage() for name in every if self._home[name]]
         held = {storage._cdata: storage.nbytes() for storage in made}
-        if sum(held.values()) <= memory and all(request.scratch <= memory for request in requests):
+        if sum(held.values()) <= memory and all(each.scratch <= memory and each.stride == 1 for each in requests):
             return [_Stage(every, 1, False, max(self._home[name] for name in every))]
         limit = memory * 3 // 8
         stages: list[_Stage] = []
@@ -152,7 +154,7 @@ class Observed:
         Raises ValueError if this leaves too few rows.
         """
         least = max(1, -(-self._bytes(request.names) // max(limit, 1)), -(-request.scratch // max(memory, 1)))
-        if least == 1:
+        if max(least, request.stride) == 1:
             return 1
         shapes = {name: self._shapes[name] for name in sorted(request.names)}
         rows = min(value[..., 0].numel() for value in shapes.values())
@@ -169,7 +171,7 @@ class Observed:
                 f"memory = {2 * memory:,} bytes is too little for {request.site}, which reads values of shape {shown}: "
                 f"use {wanted:,} bytes or more"
             )
-        return coprime(least, each)
+        return coprime(max(least, min(request.stride, most)), each)
 
     def _with_cuts(self, stages: Sequence[_Stage], memory: int) -> list[_Stage]:
         """Return the stages with their ends and cuts; also set the batch size and how long each value is held."""

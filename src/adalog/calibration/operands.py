@@ -24,6 +24,7 @@ from adalog.search.quantiles import coprime
 
 OperandKind = Literal["weight", "activation", "softmax", "input"]
 _BYTES_PER_ELEMENT = 16  # approximate bytes of a search's temporaries per element (`_product_elements`)
+_ROWS = 1 << 18  # a quantizer with two parameters is found as well on so many rows as on more
 
 
 def check_pinned(config: Config, sites: Sequence[Site]) -> None:
@@ -203,7 +204,18 @@ def request_of(program: Program, group: SiteGroup, sites: Sequence[Site], shapes
     users = (site for site in sites for call in site.calls if not read.isdisjoint((call.left, call.right)))
     by_row = all(site.role == "linear" for site in users)
     scratch = _product_elements(program, group, shapes) * _BYTES_PER_ELEMENT
-    return Request(group.name, frozenset(read), by_row, scratch)
+    stride = max(1, _product_rows(program, group, shapes) // _ROWS)
+    return Request(group.name, frozenset(read), by_row, scratch, stride)
+
+
+def _product_rows(program: Program, group: SiteGroup, shapes: Mapping[str, Tensor]) -> int:
+    """Return the number of rows of a product's left operand that one quantizer serves."""
+    site, inputs = group.first, [shapes[name] for name in dict.fromkeys(group.read)]
+    if site.role == "conv":
+        rows = sum(shapes[call.node.name][:, 0].numel() for call in site.calls)
+        return rows // max(1, _overlap(site, program.tensors[site.right]))
+    heads = inputs[0].shape[-3] if site.left in site.headed else 1
+    return sum(each[..., 0].numel() for each in inputs) // heads
 
 
 def _product_elements(program: Program, group: SiteGroup, shapes: Mapping[str, Tensor]) -> int:
