@@ -6,6 +6,7 @@ from torch import nn
 
 import zoo
 from adalog.graph.capture import capture
+from adalog.graph.program import Program
 from adalog.graph.tracing import channels_in_views, close, image_axes, keeps_images_apart, sizes, trace
 from toys import IMAGES, Toy
 
@@ -37,6 +38,25 @@ def test_a_trace_has_the_shapes_of_a_run(name):
         assert sizes(traced) == {key: value for key, value in run.items() if isinstance(value, int)}
     assert trace(program, [images]) is trace(program, [images[:1]], 3)
     assert trace(program, [images], 2) is not trace(program, [images])
+
+
+def test_a_program_is_traced_once_for_inputs_that_are_alike(monkeypatch):
+    program = capture(Toy(lambda m, x: x * 2), IMAGES)
+    runs, run = [], Program.run_without_data
+    monkeypatch.setattr(Program, "run_without_data", lambda *given: runs.append(given) or run(*given))
+    name = program.nodes[-1].name
+    with torch.inference_mode():
+        assert not trace(program, [IMAGES])[name].is_inference()
+    for count in (None, 7, 3, 3):
+        assert trace(program, [IMAGES], count)[name].shape == (count or 7, *IMAGES.shape[1:])
+    assert len(runs) == 2
+    double, last = (IMAGES.double(), IMAGES.to(memory_format=torch.channels_last))
+    assert trace(program, [double])[name].dtype == torch.float64
+    assert trace(program, [last])[name].stride() == last.stride()
+    for count in range(10, 30):
+        trace(program, [IMAGES], count)
+    assert len(runs) == 24
+    assert len(program.traces) < 10
 
 
 @pytest.mark.parametrize("name", ["demo", pytest.param("timm_swin", marks=pytest.mark.slow)])

@@ -103,8 +103,11 @@ class Program:
     weights: Mapping[str, QuantizedTensor] = field(default_factory=dict)
     free: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rule: "Program | None" = None
-    # What `trace` finds, by the shapes and dtypes of the inputs.
-    traces: dict[Any, Mapping[str, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
+    def traces(self) -> dict[Any, dict[str, Any]]:
+        """The values without data by the shapes and dtypes of the inputs, which `graph.tracing.trace` keeps here."""
+        return {}
 
     def run(
         self,

@@ -10,25 +10,38 @@ from adalog.errors import ProgramError
 from adalog.graph.operations import MOVES, PADS, resolve
 from adalog.graph.program import Node, Program, evaluate
 
+_KEPT = 8  # traces that a program keeps, each for inputs of other shapes
 Axis = tuple[int, int] | None  # (dimension that counts images, entries per image); None if all images share the value
 
 
-@torch.no_grad()
 def trace(program: Program, inputs: Sequence[Tensor], count: int | None = None) -> Mapping[str, Any]:
     """Return every value of a program by name, without data: tensors on the meta device, and sizes as numbers.
 
-    inputs: inputs whose shapes and dtypes are used. count: the number of images, if other than that of the inputs. The
-    program keeps the result. Raises ProgramError if an operation fails.
+    inputs: inputs whose shapes and dtypes are used. count: the number of images, if other than that of the inputs. A
+    program keeps its last traces, because many parts of a calibration ask for the same ones. Raises ProgramError if an
+    operation fails.
     """
-    shapes = [value.shape if count is None else (count, *value.shape[1:]) for value in inputs]
-    key = tuple((tuple(shape), value.dtype) for shape, value in zip(shapes, inputs, strict=True))
-    if key not in program.traces:
-        given = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in key]
-        values: dict[str, Any] = {name: value.to("meta") for name, value in program.tensors.items()}
-        values |= zip(program.inputs, given, strict=True)
-        program.run_without_data(given, lambda node, _, result: values.__setitem__(node.name, result))
-        program.traces[key] = values
-    return program.traces[key]
+    if count is None:
+        given = [torch.empty_like(value, device="meta") for value in inputs]
+    else:
+        given = [value.new_empty((count, *value.shape[1:]), device="meta") for value in inputs]
+    key = tuple((value.shape, value.stride(), value.dtype) for value in given)
+    values = program.traces.get(key)
+    if values is None:
+        values = program.traces[key] = _traced(program, given)
+        for oldest in list(program.traces)[:-_KEPT]:
+            program.traces.pop(oldest, None)
+    return values
+
+
+@torch.inference_mode(False)  # the values are kept for calls outside the caller's inference mode
+@torch.no_grad()
+def _traced(program: Program, inputs: Sequence[Tensor]) -> dict[str, Any]:
+    """Run a program on inputs without data, and return every value."""
+    values: dict[str, Any] = {name: value.to("meta") for name, value in program.tensors.items()}
+    values |= zip(program.inputs, inputs, strict=True)
+    program.run_without_data(inputs, lambda node, args, result: values.__setitem__(node.name, result))
+    return values
 
 
 def at_twice_the_size(
