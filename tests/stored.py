@@ -34,12 +34,23 @@ def header_of(content, key=KEY):
     return json.loads(json.loads(content[8 : 8 + length])["__metadata__"][key])
 
 
+def spliced(content, text, key=KEY):
+    """The file with this text in place of its JSON, and the same tensors."""
+    (length,) = struct.unpack("<Q", content[:8])
+    table = json.loads(content[8 : 8 + length])
+    start = json.dumps({**table, "__metadata__": {key: text}}).encode()
+    start += b" " * (-len(start) % 8)  # tensors are aligned
+    return struct.pack("<Q", len(start)) + start + content[8 + length :]
+
+
 def rebuilt(content, change=None, tensors=None, key=KEY):
     """The file with its JSON changed in place by `change`, and with some tensors replaced (None: left out)."""
     header = header_of(content, key)
     if change is not None:
         change(header)
-    stored = {**parse(content), **(tensors or {})}
+    if tensors is None:
+        return spliced(content, json.dumps(header), key)
+    stored = {**parse(content), **tensors}
     return to_bytes({name: value for name, value in stored.items() if value is not None}, {key: json.dumps(header)})
 
 

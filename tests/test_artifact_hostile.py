@@ -34,12 +34,11 @@ def test_trailing_bytes(content):
     refused(content + b"\0")
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(120, marks=pytest.mark.slow)])
-def test_flipped_header_bytes(content, count):
+def test_flipped_header_bytes(content):
     """A changed byte is refused or gives a model; nothing else is ever raised."""
     (length,) = struct.unpack("<Q", content[:8])
     generator = torch.Generator().manual_seed(0)
-    places = [*range(8), *torch.randint(8, 8 + length, (count,), generator=generator).tolist()]
+    places = [*range(8), *torch.randint(8, 8 + length, (60,), generator=generator).tolist()]
     found = harmless = 0
     for place in places:
         damaged = bytearray(content)

@@ -265,13 +265,10 @@ def _site(columns, terms, width=4):
 
 FUZZ = """
 import ctypes, random, sys
-import torch
 from adalog import library
 from adalog.run import abi
 
-random.seed(int(sys.argv[1]))
-torch.manual_seed(int(sys.argv[1]))
-torch.set_num_threads(1)
+random.seed(0)
 
 def memory(count):
     kept.append((ctypes.c_ubyte * count)(*bytes(random.randrange(256) for _ in range(min(count, 64)))))
@@ -331,7 +328,7 @@ def fill(structure, size):
 done = 0
 for level in library.levels():
     context = abi.Context(2, level)
-    for _ in range(int(sys.argv[2])):
+    for _ in range(int(sys.argv[1])):
         kept = []
         name = random.choice(list(abi.KERNELS))
         structure, size = abi.KERNELS[name](), random.choice([256, 1024, 8192, 65536])
@@ -365,7 +362,7 @@ import torch
 import test_artifact_fuzz
 
 torch.set_num_threads(1)
-print(test_artifact_fuzz.hunt(range(int(sys.argv[1])))["runs"])
+print(test_artifact_fuzz.hunt(range(int(sys.argv[1])), {"small": 9, "demo": 1})["runs"])
 """
 
 
@@ -419,10 +416,9 @@ def under_sanitizers(tmp_path_factory):
 
 @pytest.mark.slow
 @needs_kernels
-@pytest.mark.parametrize("seed", range(2))
-def test_kernels_stay_within_their_memory(under_sanitizers, seed):
+def test_kernels_stay_within_their_memory(under_sanitizers):
     """Structures of random sizes: refused, or done in bounds."""
-    assert int(under_sanitizers(FUZZ, seed, 300)) > 3  # not all were refused
+    assert int(under_sanitizers(FUZZ, 400)) > 3  # not all were refused
 
 
 ELEMENTWISE = """
@@ -445,15 +441,9 @@ for value in (float("nan"), float("inf"), -float("inf"), 1e-42, 3e38):
 
 @pytest.mark.slow
 @needs_kernels
-def test_elementwise_work_stays_within_its_memory(under_sanitizers):
-    under_sanitizers(ELEMENTWISE)
-
-
-@pytest.mark.slow
-@needs_kernels
-def test_corrupt_artifacts_stay_within_their_memory(under_sanitizers):
-    """Whatever bytes an artifact has, kernels do not leave what is theirs."""
-    assert int(under_sanitizers(MUTANTS, 400)) > 20
+def test_elementwise_work_and_corrupt_artifacts_stay_within_their_memory(under_sanitizers):
+    """Whatever bytes an artifact has, kernels do not leave what is theirs. One process imports PyTorch for both."""
+    assert int(under_sanitizers(ELEMENTWISE + MUTANTS, 150)) > 8
 
 
 @pytest.mark.slow
