@@ -6,6 +6,7 @@ from torch import nn
 
 import zoo
 from adalog.graph.capture import capture
+from adalog.graph.program import Program
 from adalog.graph.tracing import channels_in_views, close, image_axes, keeps_images_apart, sizes, trace
 from toys import IMAGES, Toy
 
@@ -21,6 +22,30 @@ def shape_of(value):
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
     return [shape_of(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def test_a_trace_is_computed_once_for_each_form_of_the_inputs(monkeypatch):
+    """The caller may change what it gets; a program keeps the traces of a few forms only."""
+    program = capture(Toy(lambda m, x: x.relu()).eval(), (IMAGES,))
+    runs, without_data = [], Program.run_without_data
+
+    def count(program, inputs, watch=None):
+        runs.append(inputs[0].shape)
+        return without_data(program, inputs, watch)
+
+    monkeypatch.setattr(Program, "run_without_data", count)
+    first = trace(program, [IMAGES])
+    shapes = {name: shape_of(value) for name, value in first.items()}
+    first.clear()
+    for again in (trace(program, [IMAGES]), trace(program, [IMAGES[:1]], len(IMAGES))):
+        assert {name: shape_of(value) for name, value in again.items()} == shapes
+    assert runs == [IMAGES.shape]
+    for other in (IMAGES.double(), IMAGES[:, :, :16], IMAGES.to(memory_format=torch.channels_last)):
+        assert shape_of(trace(program, [other])["x"]) == shape_of(other)
+    assert len(runs) == 4
+    for images in range(1, 40):
+        assert trace(program, [IMAGES], images)["x"].shape[0] == images
+    assert len(program.traces) < 10
 
 
 @pytest.mark.slow

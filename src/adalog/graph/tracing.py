@@ -11,6 +11,7 @@ from adalog.graph.operations import MOVES, PADS, resolve
 from adalog.graph.program import Node, Program, evaluate
 
 Axis = tuple[int, int] | None  # (dimension that counts images, entries per image); None if all images share the value
+_TRACES = 8  # a calibration asks again and again for two images, three, and its batches
 
 
 @torch.no_grad()
@@ -20,22 +21,22 @@ def trace(
     """Return every value of a program by name, without data: tensors on the meta device, and sizes as numbers.
 
     inputs: inputs whose shapes and dtypes are used. count: the number of images, if other than that of the inputs.
-    names: return only these values, so that the others are not held. Raises ProgramError if an operation fails.
+    names: return only these values. Raises ProgramError if an operation fails.
     """
     if count is None:
         given = [torch.empty_like(value, device="meta") for value in inputs]
     else:
         given = [value.new_empty((count, *value.shape[1:]), device="meta") for value in inputs]
-    stored = {name: value for name, value in program.tensors.items() if names is None or name in names}
-    values: dict[str, Any] = {name: value.to("meta") for name, value in stored.items()}
-    values |= (each for each in zip(program.inputs, given, strict=True) if names is None or each[0] in names)
-
-    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-        if names is None or node.name in names:
-            values[node.name] = result
-
-    program.run_without_data(given, watch)
-    return values
+    form = tuple((value.shape, value.stride(), value.dtype) for value in given)
+    values = program.traces.get(form)
+    if values is None:
+        values = {name: value.to("meta") for name, value in program.tensors.items()}
+        values |= zip(program.inputs, given, strict=True)
+        program.run_without_data(given, lambda node, args, result: values.update({node.name: result}))
+        if len(program.traces) >= _TRACES:
+            program.traces.clear()
+        program.traces[form] = values
+    return {name: value for name, value in values.items() if names is None or name in names}
 
 
 def at_twice_the_size(
