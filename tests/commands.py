@@ -19,9 +19,9 @@ from adalog.cli import main
 
 @functools.cache
 def forking():
-    """Processes that fork from one that has imported the commands, since importing PyTorch takes seconds."""
+    """Processes that fork from one that has imported what commands import, at once or to capture, for seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["adalog.cli", "pytest"])
+    context.set_forkserver_preload(["adalog.cli", "torch.export._trace", "pytest"])
     return context
 
 
