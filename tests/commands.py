@@ -4,6 +4,7 @@ The command line is that of `adalog`, unless `main` names the one of a script.
 """
 
 import functools
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -27,6 +28,7 @@ def forking():
 
 def _child(main, arguments, folder, environment, prepare, out, error):
     """Run a command line in a forked process, and write its outputs to two files."""
+    gc.freeze()  # collecting garbage among what the processes share would copy all of it
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -1,5 +1,6 @@
 """An interrupted calibration goes on where it was and ends in the same bytes; its searches keep to their memory."""
 
+import gc
 import json
 import random
 import shutil
@@ -255,6 +256,7 @@ def test_other_refinements_are_another_calibration(tmp_path, seeded, method):
 
 def quantize_all(out, partial=None):
     """What a process does until it is killed."""
+    gc.freeze()  # as `commands.forked` does
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = DemoViT(width=16, depth=1, heads=2).eval()
