@@ -4,6 +4,7 @@ The command line is that of `adalog`, unless `main` names the one of a script.
 """
 
 import functools
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -19,14 +20,15 @@ from adalog.cli import main
 
 @functools.cache
 def forking():
-    """Processes that fork from one that has imported the commands, since importing PyTorch takes seconds."""
+    """Processes that fork from one that has imported what commands import, at once or to capture, for seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["adalog.cli", "pytest"])
+    context.set_forkserver_preload(["adalog.cli", "torch.export._trace", "pytest"])
     return context
 
 
 def _child(main, arguments, folder, environment, prepare, out, error):
     """Run a command line in a forked process, and write its outputs to two files."""
+    gc.freeze()  # collecting garbage among what the processes share would copy all of it
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -410,23 +410,23 @@ def judged(made):
 
 
 @pytest.mark.slow
-def test_inspect(made):
+def test_inspect(made, monkeypatch, capsys):
     file, _ = made
     told = json.loads(run("inspect", file, "--json", "-"))
     assert told["bits"] == "w3a3"
     assert sum(told["bytes"].values()) == told["total_bytes"] == file.stat().st_size
     assert told["float_sites"] == []
     assert told == json.loads(json.dumps(artifact.inspect(file.read_bytes())))
-    text = run("inspect", file)
+    text = say(monkeypatch, capsys, "inspect", file)
     assert adalog.load(file).summary() in text
     assert f"{file.stat().st_size:,} bytes in total" in text
 
 
 @pytest.mark.slow
-def test_inspect_an_artifact_by_bytes(quantized, tmp_path):
+def test_inspect_an_artifact_by_bytes(quantized, tmp_path, monkeypatch, capsys):
     file = tmp_path / "small.safetensors"
     size = quantized.save(file)
-    text = run("inspect", file, "--bytes", "--json", tmp_path / "told.json")
+    text = say(monkeypatch, capsys, "inspect", file, "--bytes", "--json", tmp_path / "told.json")
     told = json.loads((tmp_path / "told.json").read_text())
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
     cells = {name: [int(count.replace(",", "") or 0) for count in counts] for name, *counts in rows}
@@ -444,14 +444,15 @@ def test_inspect_an_artifact_by_bytes(quantized, tmp_path):
 
 
 @pytest.mark.slow
-def test_cost(made):
+def test_cost(made, monkeypatch, capsys):
     """The artifact has the MACs of the float model, of other bits."""
     file, _ = made
-    told, of_float = (json.loads(run("cost", target, "--json", "-")) for target in (file, "demo"))
+    told = json.loads(run("cost", file, "--json", "-"))
+    of_float = json.loads(say(monkeypatch, capsys, "cost", "demo", "--json", "-"))
     assert told["macs"] == of_float["macs"] == of_float["fixops"] / 16
     assert {row["right_bits"] for row in told["rows"] if row["role"] == "linear"} == {3}
     assert told["size_bytes"]["codes"] == artifact.sizes(file.read_bytes())["codes"]
-    text = run("cost", file)
+    text = say(monkeypatch, capsys, "cost", file)
     assert f"products: {told['macs']:,} MACs, {told['fixops']:,.0f} FixOPs" in text
 
 

@@ -1,26 +1,33 @@
 """An interrupted calibration goes on where it was and ends in the same bytes; its searches keep to their memory."""
 
+import gc
 import json
-import os
 import random
-import subprocess
+import shutil
 import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import adalog
-from adalog import Calibration, Config, DataError, Search
+from adalog import Calibration, Config, Correction, DataError, Search
 from adalog.baselines import BlockRefinement, Evolution, ScaleSearch, SplitUniformQuantizer, TwinUniformQuantizer
+from adalog.calibration.calibration import MEMORY
 from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Scratch
 from adalog.inputs.demo.model import DemoViT
 from adalog.quantizers import Assignment, Fold, LogQuantizer, QuantizedTensor, UniformQuantizer
-from commands import forking
+from adalog.search.operand import Format, Operand
+from adalog.search.product import Product
+from commands import forked, forking
 from stored import serialise
+
+pytestmark = pytest.mark.usefixtures("captured_once")
+BRIEF = Search(init=(8, 4), parents=4, steps=0, rounds=1, compare_uniform=False)
 
 
 class StopHere(Exception):
@@ -40,7 +47,7 @@ def brief(method):
         config = replace(config, stages=(BlockRefinement(candidates=3, rounds=1, probes=1),))
     if method == "evol-q":
         config = replace(config, stages=(Evolution(passes=1, cycles=3),))
-    return replace(config, search=Search(rounds=1, steps=1)) if method == "adalog" else config
+    return replace(config, search=BRIEF) if method == "adalog" else config
 
 
 @pytest.fixture(scope="module")
@@ -164,10 +171,19 @@ def test_a_damaged_file_is_refused(tmp_path, content):
         Partial(path, "these")
 
 
+CONFIG = Config(images=4, search=BRIEF, stages=())
+
+
+@pytest.fixture(scope="module")
+def whole(tiniest, images, tmp_path_factory):
+    """The bytes of a model, and the file of its searches."""
+    path = tmp_path_factory.mktemp("whole") / "partial"
+    return serialise(adalog.quantize(tiniest, images, CONFIG, partial=path)), path
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)])
-def test_an_interrupted_call_ends_in_the_same_bytes(tmp_path, tiniest, images, fast, stop):
-    wanted = serialise(adalog.quantize(tiniest, images, fast))
+@pytest.mark.parametrize("stop", [1, 4, 7])
+def test_an_interrupted_call_ends_in_the_same_bytes(tmp_path, tiniest, images, whole, stop):
     path = tmp_path / "partial"
 
     def interrupt(done, total, site):
@@ -175,36 +191,32 @@ def test_an_interrupted_call_ends_in_the_same_bytes(tmp_path, tiniest, images, f
             raise StopHere
 
     with pytest.raises(StopHere):
-        adalog.quantize(tiniest, images, fast, partial=path, progress=interrupt)
+        adalog.quantize(tiniest, images, CONFIG, partial=path, progress=interrupt)
     assert len(path.read_text().splitlines()) == 1 + stop
-    assert serialise(adalog.quantize(tiniest, images, fast, partial=path)) == wanted
+    assert serialise(adalog.quantize(tiniest, images, CONFIG, partial=path)) == whole[0]
 
 
 @pytest.mark.slow
-def test_finished_searches_are_not_repeated(tmp_path, tiniest, images, fast, monkeypatch):
-    path = tmp_path / "partial"
-    wanted = serialise(adalog.quantize(tiniest, images, fast, partial=path))
+def test_finished_searches_are_not_repeated(tmp_path, tiniest, images, whole, monkeypatch):
+    content, path = whole[0], shutil.copy(whole[1], tmp_path)
 
     def refuse(*args):
         raise AssertionError("searched again")
 
     for name in ("search_product", "fold_channels"):
         monkeypatch.setattr(Search, name, refuse)
-    assert serialise(adalog.quantize(tiniest, images, fast, partial=path)) == wanted
+    assert serialise(adalog.quantize(tiniest, images, CONFIG, partial=path)) == content
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "change", ["config", *(pytest.param(change, marks=pytest.mark.slow) for change in ("images", "weights"))]
-)
-def test_other_searches_are_told_apart(tmp_path, tiniest, images, fast, change):
-    path = tmp_path / "partial"
-    adalog.quantize(tiniest, images, fast, partial=path)
-    model, config = tiniest, fast
+@pytest.mark.parametrize("change", ["config", "images", "weights"])
+def test_other_searches_are_told_apart(tmp_path, tiniest, images, whole, change):
+    path = shutil.copy(whole[1], tmp_path)
+    model, config = tiniest, CONFIG
     if change == "images":
         images = images + 1e-3
     elif change == "config":
-        config = adalog.Config(weight_bits=3, images=4, search=fast.search)
+        config = replace(CONFIG, weight_bits=3)
     else:
         model = type(tiniest)(width=16, depth=1, heads=2).eval()
     with pytest.raises(DataError, match="holds searches of another"):
@@ -244,11 +256,12 @@ def test_other_refinements_are_another_calibration(tmp_path, seeded, method):
 
 def quantize_all(out, partial=None):
     """What a process does until it is killed."""
+    gc.freeze()  # as `commands.forked` does
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = DemoViT(width=32, depth=2, heads=2).eval()
-    images = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    config = Config(weight_bits=3, activation_bits=3, search=Search(init=(8, 4), parents=4, steps=1, rounds=1))
+    model = DemoViT(width=16, depth=1, heads=2).eval()
+    images = torch.randn(16, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    config = Config(weight_bits=3, activation_bits=3, images=16, search=BRIEF, stages=(Correction(images=16),))
     adalog.quantize(model, images, config, partial=partial).save(out)
 
 
@@ -265,13 +278,13 @@ def test_a_killed_process_goes_on_and_ends_in_the_same_bytes(tmp_path):
     moments, first = random.Random(0), start(whole)
     first.join()
     assert first.exitcode == 0
-    for _ in range(4):
+    for _ in range(3):
         process = start(out, partial)
         lines = len(partial.read_bytes().splitlines()) if partial.exists() else 0
         target = lines + moments.randint(1, 4)
         while process.exitcode is None and (not partial.exists() or partial.read_bytes().count(b"\n") < target):
             time.sleep(0.01)
-        time.sleep(moments.random() * 0.3)
+        time.sleep(moments.random() * 0.1)
         process.kill()
         process.join()
         assert not out.exists() or out.read_bytes() == whole.read_bytes()
@@ -303,32 +316,29 @@ def test_a_search_waits_until_there_is_room(size):
         pass
 
 
-MEMORY_SCRIPT = """
-import resource, sys, torch
-from adalog.search.operand import Format, Operand
-from adalog.search.bounds import Search
-from adalog.search.product import Product
-from adalog.calibration.calibration import MEMORY
-torch.set_num_threads(1)
-kind = sys.argv[1]
-width, columns = (256, 64) if kind == "log" else (64, 256)
-x = torch.randn((1 << 25) // max(width, columns), width).abs_()
-form = Format(4, log2_base=(0, 37)) if kind == "log" else Format(4)
-left, right = Operand(x, form), Operand(torch.randn(columns, width), Format(4, own_dims=(0,)))
-small = Operand(x[:64].clone(), form)
-search = Search(init=(4, 2), parents=1, steps=1)
-search.search_product(Product("linear", small, right))  # what only starting costs
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY // 2, used + MEMORY // 2))
-print(search.search_product(Product("linear", left, right)).sqnr)
-"""
+def search_in_little_memory():
+    """Print the SQNR that a search of many rows reaches in half the memory that calibrations have."""
+    import resource
+
+    torch.set_num_threads(1)
+    kind = sys.argv[1]
+    width, columns = (256, 64) if kind == "log" else (64, 256)
+    x = torch.randn((1 << 25) // max(width, columns), width).abs_()
+    form = Format(4, log2_base=(0, 37)) if kind == "log" else Format(4)
+    left, right = Operand(x, form), Operand(torch.randn(columns, width), Format(4, own_dims=(0,)))
+    small = Operand(x[:64].clone(), form)
+    search = Search(init=(4, 2), parents=1, steps=0, rounds=1)
+    search.search_product(Product("linear", small, right))  # what only starting costs
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY // 2, used + MEMORY // 2))
+    sys.stdout.write(str(search.search_product(Product("linear", left, right)).sqnr))
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc to read the memory in use")  # noqa: PTH110
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc to read the memory in use")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["log", "uniform"])
 def test_a_search_keeps_to_its_memory(kind):
     """The operand or the output has 2**25 elements, 128 MiB: half as many again are in a Swin-B at 32 images."""
-    result = subprocess.run([sys.executable, "-c", MEMORY_SCRIPT, kind], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert float(result.stdout) > 5
+    code, output, error = forked(kind, main=search_in_little_memory)
+    assert code == 0, error
+    assert float(output) > 5

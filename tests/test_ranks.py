@@ -24,12 +24,13 @@ import adalog
 from adalog import Calibration, Config, Search
 from adalog.calibration.partial import Partial
 from adalog.choices import Correction, Reconstruction
+from adalog.cli import main
 from adalog.errors import RankError
 from adalog.quantizers import Assignment
 from adalog.ranks import _PIECE, Coded, Memory, Ranks
 from adalog.study.evaluate import Contest, Prepared
 from adalog.study.sensitivity import sensitivity
-from commands import call, run
+from commands import call, forked, run
 from stored import serialise
 
 
@@ -268,9 +269,11 @@ def test_variables_that_are_no_numbers_are_named(monkeypatch, name):
 # --- the work of the library -----------------------------------------------------------------------------------------
 
 
+BRIEF = Search(init=(8, 4), parents=4, steps=0, rounds=1, compare_uniform=False)
 RECONSTRUCTION = Reconstruction(images=24, iterations=4, batch=8)
 
 
+@pytest.mark.usefixtures("captured_once")
 @pytest.mark.parametrize(
     "stages",
     [
@@ -280,8 +283,8 @@ RECONSTRUCTION = Reconstruction(images=24, iterations=4, batch=8)
         pytest.param((replace(RECONSTRUCTION, loss="low-rank"),), marks=pytest.mark.slow),
     ],
 )
-def test_quantize_gives_the_same_bytes(tmp_path, tiniest, images, fast, stages):
-    config = Config(images=4, search=fast.search, stages=stages)
+def test_quantize_gives_the_same_bytes(tmp_path, tiniest, images, stages):
+    config = Config(images=4, search=BRIEF, stages=stages)
     unlabelled = torch.randn(24, *images.shape[1:], generator=torch.Generator().manual_seed(1))
     unlabelled[:4] = images[:4]
     alone, *calibrations = (Calibration(tiniest, images, unlabelled=unlabelled) for _ in range(3))
@@ -313,15 +316,17 @@ def test_every_rank_reads_what_any_rank_has_finished(tmp_path):
 
 
 @pytest.mark.slow
-def test_sensitivity_and_answers_are_the_same(tmp_path, tiniest, images, fast):
+@pytest.mark.usefixtures("captured_once")
+def test_sensitivity_and_answers_are_the_same(tmp_path, tiniest, images):
+    config = Config(images=4, search=BRIEF, stages=())
     judged = torch.randn(50, 3, 32, 32, generator=torch.Generator().manual_seed(5))
     labels = torch.randint(0, 10, (50,), generator=torch.Generator().manual_seed(6))
     calibrations = [Calibration(tiniest, images) for _ in range(3)]
-    other = calibrations[0].quantize(fast)
+    other = calibrations[0].quantize(config)
 
     def work(ranks):
         rows = sensitivity(
-            calibrations[ranks.rank], fast, [judged[:8]], (4, 8), ranks=ranks, partial=tmp_path / f"of{ranks.world}"
+            calibrations[ranks.rank], config, [judged[:8]], (4, 8), ranks=ranks, partial=tmp_path / f"of{ranks.world}"
         )
         return rows, Contest([other, tiniest], [False, False]).tallies(Prepared(judged), labels, ranks=ranks)
 
@@ -360,62 +365,54 @@ def place(tmp_path_factory):
 
 
 def cut_short():
-    """A brief search, and a reconstruction of forty steps a block."""
+    """A brief search, and a reconstruction of ten steps a block."""
     preset = Config.preset
 
     def short(*given):
         config = preset(*given)
-        stages = (replace(one, iterations=40) if isinstance(one, Reconstruction) else one for one in config.stages)
-        search = Search(init=(8, 4), parents=4, steps=1, rounds=1)
-        return replace(config, search=search, stages=tuple(stages))
+        stages = (replace(one, iterations=10) if isinstance(one, Reconstruction) else one for one in config.stages)
+        return replace(config, search=BRIEF, stages=tuple(stages))
 
     Config.preset = staticmethod(short)
 
 
-SHORT = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from adalog.cli import main
-from test_ranks import cut_short
-cut_short()
-main()
-"""
+def take_a_rank():
+    """Run the command line as a rank that a launcher has forked, and leave the process's id in a file."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher has a handler of its own
+    Path(f"rank{os.environ['RANK']}").write_text(str(os.getpid()))
+    main()
 
 
-def start(folder, *arguments, restarts=0):
-    """`adalog ARGUMENTS` on two processes, with a reconstruction that is cut short."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    (folder / "short.py").write_text(SHORT)
-    command = [*launcher, f"--max-restarts={restarts}", "short.py", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=folder, env=environment)
+def launch():
+    """Do what `torchrun --standalone --nproc-per-node=2 --max-restarts=3` does, with ranks that are forked.
+
+    Its own would import PyTorch at each start, for most of the test's time.
+    """
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    place = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "job"}
+    elastic_launch(LaunchConfig(1, 1, 2, max_restarts=3, start_method="fork", **place), take_a_rank)()
 
 
-def workers(process):
-    """The ids of the processes that a launcher has started."""
-    return [int(each) for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the processes of the launcher are found in /proc")
 @pytest.mark.slow
 def test_killed_ranks_are_started_again_and_the_file_is_the_same(place):
     """The second rank is killed during the search, and the first one, which writes, while a later block is trained."""
-    options = ("--data", "images", "--method", "qdrop", "--bits", "w3a3", "--reconstruct-images", 32, "--threads", 1)
+    options = ("--data", "images", "--method", "qdrop", "--bits", "w3a3", "--reconstruct-images", 16, "--threads", 1)
     arguments = ("quantize", "own.py:model", *options)
     told = run(*arguments, "-o", "one.st", cwd=place, prepare=cut_short).splitlines()
-    process = start(place, *arguments, "-o", "two.st", restarts=3)
 
     def finished(what):
         return sum(path.read_bytes().count(what) for path in place.glob("two.st.partial*"))
 
-    for what, count, rank in ((b"\n", 3, 1), (b"reconstruction of", 5, 0)):
-        while process.poll() is None and finished(what) < count:
-            time.sleep(0.02)
-        with suppress(IndexError, ProcessLookupError):
-            os.kill(workers(process)[rank], signal.SIGKILL)
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(forked, *arguments, "-o", "two.st", main=launch, cwd=place, prepare=cut_short)
+        for what, count, rank in ((b"\n", 3, 1), (b"reconstruction of", 5, 0)):
+            while not job.done() and finished(what) < count:
+                time.sleep(0.02)
+            with suppress(ProcessLookupError):
+                os.kill(int((place / f"rank{rank}").read_text()), signal.SIGKILL)
+        code, output, errors = job.result()
+    assert code == 0, errors
     assert (place / "two.st").read_bytes() == (place / "one.st").read_bytes()
     assert output.splitlines()[:-1] == told[:-1]  # the last line has the seconds
     assert not list(place.glob("*.partial*"))
@@ -423,12 +420,16 @@ def test_killed_ranks_are_started_again_and_the_file_is_the_same(place):
 
 @pytest.mark.slow
 def test_an_error_of_one_rank_is_one_line_and_leaves_no_file(place):
-    process = start(place, "quantize", "own.py:odd", "--data", "images", "-o", "odd.st")
-    output, errors = process.communicate(timeout=300)
+    """Under `torchrun` itself."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "adalog"]
+    arguments = ["quantize", "own.py:odd", "--data", "images", "-o", "odd.st"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    how = {"capture_output": True, "text": True, "cwd": place, "env": environment, "timeout": 300}
+    process = subprocess.run([*launcher, *arguments], check=False, **how)
     assert process.returncode == 1  # the launcher's own; the ranks end with 2
-    assert output == ""
-    assert errors.count("no such weights here") == 1
-    assert "exitcode  : 2" in errors
+    assert process.stdout == ""
+    assert process.stderr.count("no such weights here") == 1
+    assert "exitcode  : 2" in process.stderr
     assert not list(place.glob("odd.st*"))
 
 

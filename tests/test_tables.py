@@ -32,6 +32,7 @@ from adalog.study.evaluate import mcnemar
 from commands import call, run, say
 from test_cli import MODELS
 
+pytestmark = pytest.mark.usefixtures("captured_once")
 FIGURES = published()["figures"]
 SIZE = Preprocessing((32, 32), (32, 32))
 
