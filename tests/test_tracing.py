@@ -6,6 +6,7 @@ from torch import nn
 
 import zoo
 from adalog.graph.capture import capture
+from adalog.graph.program import Program
 from adalog.graph.tracing import channels_in_views, close, image_axes, keeps_images_apart, sizes, trace
 from toys import IMAGES, Toy
 
@@ -37,6 +38,28 @@ def test_a_trace_has_the_shapes_of_a_run(name):
         assert sizes(traced) == {key: value for key, value in run.items() if isinstance(value, int)}
     some = [program.nodes[3].name, *program.inputs, next(iter(program.tensors))]
     assert trace(program, [images], names=some).keys() == set(some)
+
+
+def test_a_program_is_traced_once_for_inputs_that_are_alike(monkeypatch):
+    program = capture(Toy(lambda m, x: x * 2), IMAGES)
+    runs, run = [], Program.run_without_data
+    monkeypatch.setattr(Program, "run_without_data", lambda *given: runs.append(given) or run(*given))
+    with torch.inference_mode():
+        first = trace(program, [IMAGES])
+    first.clear()  # which nobody else reads
+    name = program.nodes[-1].name
+    for count in (None, 7, 3, 3):
+        kept = trace(program, [IMAGES], count, [name])
+        assert kept[name].shape == (count or 7, *IMAGES.shape[1:])
+        assert not kept[name].is_inference()
+    assert len(runs) == 2
+    other_types = [IMAGES.double(), IMAGES.to(memory_format=torch.channels_last)]
+    assert [trace(program, [images])[name].dtype for images in other_types] == [torch.float64, torch.float32]
+    assert trace(program, [other_types[1]])[name].stride() == other_types[1].stride()
+    for count in range(10, 30):
+        trace(program, [IMAGES], count)
+    assert len(runs) == 24
+    assert len(program.traces) < 10
 
 
 @pytest.mark.parametrize("name", ["demo", pytest.param("timm_swin", marks=pytest.mark.slow)])

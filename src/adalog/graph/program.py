@@ -104,6 +104,11 @@ class Program:
     free: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rule: "Program | None" = None
 
+    @cached_property
+    def traces(self) -> dict[Any, dict[str, Any]]:
+        """The values without data by the shapes and dtypes of the inputs, which `graph.tracing.trace` keeps here."""
+        return {}
+
     def run(
         self,
         inputs: Sequence[Tensor],

@@ -10,31 +10,39 @@ from adalog.errors import ProgramError
 from adalog.graph.operations import MOVES, PADS, resolve
 from adalog.graph.program import Node, Program, evaluate
 
+_KEPT = 8  # traces that a program keeps, each for inputs of other shapes
 Axis = tuple[int, int] | None  # (dimension that counts images, entries per image); None if all images share the value
 
 
-@torch.no_grad()
 def trace(
     program: Program, inputs: Sequence[Tensor], count: int | None = None, names: Collection[str] | None = None
 ) -> dict[str, Any]:
     """Return every value of a program by name, without data: tensors on the meta device, and sizes as numbers.
 
     inputs: inputs whose shapes and dtypes are used. count: the number of images, if other than that of the inputs.
-    names: return only these values, so that the others are not held. Raises ProgramError if an operation fails.
+    names: return only these values. Raises ProgramError if an operation fails. A program keeps its last traces, because
+    many parts of a calibration ask for the same ones.
     """
     if count is None:
         given = [torch.empty_like(value, device="meta") for value in inputs]
     else:
         given = [value.new_empty((count, *value.shape[1:]), device="meta") for value in inputs]
-    stored = {name: value for name, value in program.tensors.items() if names is None or name in names}
-    values: dict[str, Any] = {name: value.to("meta") for name, value in stored.items()}
-    values |= (each for each in zip(program.inputs, given, strict=True) if names is None or each[0] in names)
+    key = tuple((value.shape, value.stride(), value.dtype) for value in given)
+    values = program.traces.get(key)
+    if values is None:
+        values = program.traces[key] = _traced(program, given)
+        for oldest in list(program.traces)[:-_KEPT]:
+            program.traces.pop(oldest, None)
+    return {name: value for name, value in values.items() if names is None or name in names}
 
-    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-        if names is None or node.name in names:
-            values[node.name] = result
 
-    program.run_without_data(given, watch)
+@torch.inference_mode(False)  # the values are kept for calls outside the caller's inference mode
+@torch.no_grad()
+def _traced(program: Program, inputs: Sequence[Tensor]) -> dict[str, Any]:
+    """Run a program on inputs without data, and return every value."""
+    values: dict[str, Any] = {name: value.to("meta") for name, value in program.tensors.items()}
+    values |= zip(program.inputs, inputs, strict=True)
+    program.run_without_data(inputs, lambda node, args, result: values.__setitem__(node.name, result))
     return values
 
 
