@@ -456,12 +456,12 @@ def test_a_vit_that_interpolates_its_positions_takes_whole_patches():
 def test_a_swin_runs_at_other_sizes_in_every_executor(fast):
     """All its norms fold, those before zeros too."""
     model = zoo.make("torchvision_swin")
-    images = torch.randn(8, 3, 36, 44, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(4, 3, 36, 44, generator=torch.Generator().manual_seed(0))
     calibration = Calibration(model, images, sizes="free")
     assert [pair.refusal for pair in calibration.pairs if pair.refusal] == []
     assert sum(pair.padded for pair in calibration.pairs) == 3
-    found = calibration.quantize(replace(fast, images=8))
-    for size in [(36, 44), (52, 40), (41, 70)]:
+    found = calibration.quantize(fast)
+    for size in [(52, 40), (41, 70)]:
         wanted = found(of_size(*size))
         assert_same(model, calibration.program, of_size(*size))
         for executor in EXECUTORS:
