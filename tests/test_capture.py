@@ -51,6 +51,14 @@ def test_canonical_form(name):
     assert len(names) == len(set(names))
 
 
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_the_check_accepts_every_batch_size(name):
+    """Any model that can be captured can be checked, so no whole file is refused."""
+    _, program = zoo.captured(name)
+    for batch in (1, 5):
+        program.check([torch.empty(batch, 3, 32, 32)])
+
+
 def test_nothing_of_the_model_changes():
     model = zoo.make("timm_vit").train()
     model.blocks[0].eval()

@@ -180,8 +180,10 @@ def test_the_error_stream_and_the_level_of_logging_stay():
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("layer", [nn.Linear(8, 5), nn.LayerNorm(8), nn.Conv1d(6, 6, 3)])
+@pytest.mark.parametrize(
+    ("layer", "value"),
+    [(nn.Linear(8, 5), torch.inf), (nn.LayerNorm(8), -torch.inf), (nn.Conv1d(6, 6, 3), torch.nan)],
+)
 def test_weights_that_are_not_finite_are_named(layer, value):
     model = nn.Sequential(nn.Identity(), layer).eval()
     with torch.no_grad():

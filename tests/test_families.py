@@ -11,6 +11,7 @@ import zoo
 from adalog import Config, Search, library
 from adalog.graph.capture import capture
 from adalog.graph.sites import GELUS, find_blocks, find_pairs, find_sites
+from toys import decibels
 
 # --- counts at full size ---------------------------------------------------------------------------------------------
 
@@ -25,15 +26,6 @@ def _timm(name, **choices):
     return timm.create_model(name, num_classes=choices.pop("num_classes", 10), **choices)
 
 
-def torchvision(name, **choices):
-    def make():
-        import torchvision
-
-        return getattr(torchvision.models, name)(**choices)
-
-    return make
-
-
 def hf(name, config, **choices):
     def make():
         import transformers
@@ -43,28 +35,33 @@ def hf(name, config, **choices):
     return make
 
 
-VIT_BASE = {"image_size": 224, "patch_size": 16, "num_layers": 12, "num_heads": 3, "hidden_dim": 48, "mlp_dim": 96}
-
 # linears, convolutions, Q K^T, A V, sites after GELU, folded pairs. A pre-norm block has 4 linears (6 where queries,
 # keys and values are separate) and 2 pairs; the last norm and the classifier make one more of each. Swin has a linear
 # more for each of 3 mergings, whose norm is a pair too.
-# All are as deep as published. DeiT-T is as wide; the others are narrow, since width changes no count.
-NARROW = {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 3}
+# DeiT-T and Swin-T are as deep as published; the others have 2 blocks, which differ from 12 in number alone. DeiT-T is
+# as wide; the others are narrow, since width changes no count. For ViTs of other libraries see test_sites.py.
+SHORT_AND_NARROW = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
 FULL = {
     "timm deit_tiny": (timm("deit_tiny_patch16_224"), (49, 1, 12, 12, 12, 25)),
     "timm swin_tiny": (timm("swin_tiny_patch4_window7_224", embed_dim=24), (52, 1, 12, 12, 12, 27)),
-    "torchvision vit_b_16": (torchvision("VisionTransformer", **VIT_BASE), (49, 1, 12, 12, 12, 25)),
-    "hf vit": (hf("ViTForImageClassification", "ViTConfig", **NARROW), (73, 1, 12, 12, 12, 25)),
     # The classifier reads the class token beside the mean of the others, so no linear reads the last norm itself.
-    "hf dinov2": (
-        hf("Dinov2ForImageClassification", "Dinov2Config", hidden_size=48, num_attention_heads=3),
-        (73, 1, 12, 12, 12, 24),
+    "hf dinov2": (hf("Dinov2ForImageClassification", "Dinov2Config", **SHORT_AND_NARROW), (13, 1, 2, 2, 2, 4)),
+    # Beside 2 x 6 linears attention pooling: the probe's projection, one for keys and values together, one after it,
+    # and an MLP of 2 behind a norm, which is the 5th pair. The norm before is an output of the model, so is no pair.
+    "hf siglip": (
+        hf("SiglipVisionModel", "SiglipVisionConfig", intermediate_size=96, **SHORT_AND_NARROW),
+        (17, 1, 3, 3, 3, 5),
     ),
-    # Beside 12 x 6 linears attention pooling: the probe's projection, one for keys and values together, one after it,
-    # and an MLP of 2 behind a norm, which is the 25th pair. The norm before is an output of the model, so is no pair.
-    "hf siglip": (hf("SiglipVisionModel", "SiglipVisionConfig", **NARROW), (77, 1, 13, 13, 13, 25)),
-    # 12 x 6, and two heads of 3 linears. The last norm, which they read, is an output of the model.
-    "hf yolos": (hf("YolosForObjectDetection", "YolosConfig", image_size=[64, 96], **NARROW), (78, 1, 12, 12, 12, 24)),
+    # 2 x 6, and two heads of 3 linears. The last norm, which they read, is an output of the model.
+    "hf yolos": (
+        hf(
+            *("YolosForObjectDetection", "YolosConfig"),
+            image_size=[64, 96],
+            intermediate_size=96,
+            **SHORT_AND_NARROW,
+        ),
+        (18, 1, 2, 2, 2, 4),
+    ),
 }
 
 
@@ -99,6 +96,17 @@ def of(module, name, **choices):
     return make
 
 
+def mobilevit(name):
+    """Of its five stages one of convolutions and one with attention, which the others repeat."""
+
+    def make():
+        from timm.models.mobilevit import model_cfgs
+
+        return _timm(name, blocks=model_cfgs[name].blocks[::2][:2])
+
+    return make
+
+
 def mvit():
     from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 
@@ -127,8 +135,8 @@ FAMILIES = {
     "levit": (of("levit", "Levit", **_LEVIT), 64, (23, 4, 5, 5)),
     "levit of convolutions": (of("levit", "Levit", use_conv=True, **_LEVIT), 64, (1, 26, 5, 5)),
     "tiny vit": (of("tiny_vit", "TinyVit", embed_dims=(16, 16, 32, 32), **_TINY), 64, (13, 17, 3, 3)),
-    "mobilevit": (timm("mobilevit_xxs"), 64, (37, 35, 9, 9)),
-    "mobilevit v2": (timm("mobilevitv2_050"), 64, (1, 64, 0, 0)),
+    "mobilevit": (mobilevit("mobilevit_xxs"), 64, (9, 12, 2, 2)),
+    "mobilevit v2": (mobilevit("mobilevitv2_050"), 64, (1, 18, 0, 0)),
     # Queries by tables of relative positions, rows and columns, are products like those with keys.
     "mvit v2": (mvit, 32, (10, 7, 6, 2)),
     "sam": (of("vision_transformer_sam", "VisionTransformerSAM", global_attn_indexes=(1,), **_SAM), 64, (9, 3, 6, 2)),
@@ -139,8 +147,14 @@ FAMILIES = {
     ),
     # Attention whose heads a convolution mixes after the softmax.
     "efficientformer v2": (
-        of("efficientformer_v2", "EfficientFormerV2", depths=(1, 1, 1, 2), embed_dims=(8, 8, 16, 32), num_vit=1),
-        224,
+        of(
+            *("efficientformer_v2", "EfficientFormerV2"),
+            img_size=64,
+            depths=(1, 1, 1, 2),
+            embed_dims=(8, 8, 16, 32),
+            num_vit=1,
+        ),
+        64,
         (2, 41, 3, 3),
     ),
     # Linear attention: Q (K^T V) without a softmax, so two products that are like those with keys.
@@ -174,7 +188,7 @@ FAMILIES = {
     ),
     "xcit": (of("xcit", "Xcit", img_size=32, patch_size=8, cls_attn_layers=1, **{**_VITS, "num_heads": 2}), 32, None),
     "twins": (of("twins", "Twins", img_size=64, wss=(4, 4), **_TWINS), 64, (14, 5, 3, 3)),
-    "edgenext": (timm("edgenext_xx_small"), 64, (31, 20, 3, 3)),
+    "edgenext": (timm("edgenext_xx_small", depths=(1, 1, 1, 1)), 64, (15, 12, 3, 3)),
     "convit": (timm("convit_tiny", img_size=32, depth=1, embed_dim=48, num_heads=4), 32, (7, 1, 2, 0)),
     "volo": (of("volo", "VOLO", img_size=64, **_VOLO), 64, (29, 5, 5, 6)),
     "davit": (
@@ -212,22 +226,11 @@ def test_families_end_to_end(name, tmp_path):
     if counts is not None:
         assert tuple(roles[role] for role in ("linear", "conv", "qk", "av")) == counts
     assert result.float_sites() == []
-    assert result(images).shape == model(images).shape
+    expected, outputs = model(images), result(images)
+    assert outputs.shape == expected.shape
     assert result.save(tmp_path / "model") > 0
-    assert torch.equal(adalog.load(tmp_path / "model")(images), result(images))
-    wanted = result(images)
+    assert torch.equal(adalog.load(tmp_path / "model")(images), outputs)
     for executor in ("torch", "native") if library.levels() else ("torch",):
-        difference = result.compile(executor)(images) - wanted  # values at the edge of two codes
-        assert difference.norm() < 0.2 * wanted.norm(), executor
-    noise = (result(images[:2]) - model(images[:2])).square().sum()
-    sqnr = 10 * torch.log10(model(images[:2]).square().sum() / noise)
-    assert sqnr > LEAST.get(name, 15)
-
-
-@pytest.mark.slow
-def test_the_zoo_passes_the_check():
-    """Every model that can be captured can be checked at every batch size, so no whole file is refused."""
-    for name in zoo.MODELS:
-        _, read = zoo.captured(name)
-        for batch in (1, 5):
-            read.check([torch.empty(batch, 3, 32, 32)])
+        difference = result.compile(executor)(images) - outputs  # values at the edge of two codes
+        assert difference.norm() < 0.2 * outputs.norm(), executor
+    assert decibels(outputs[:2], expected[:2]) > LEAST.get(name, 15)

@@ -310,6 +310,7 @@ def test_a_value_that_is_not_finite_is_told_whenever_it_is_met():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("captured_once")
 @pytest.mark.parametrize(("name", "count", "memory"), [("demo", 9, 2_700_000), ("timm_swin", 17, 14_000_000)])
 def test_what_is_found_does_not_depend_on_the_memory(name, count, memory, tmp_path):
     """As long as no rows have to be left out; up to rounding, on which a convolution's batch has a say."""
@@ -332,6 +333,7 @@ def test_what_is_found_does_not_depend_on_the_memory(name, count, memory, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("captured_once")
 def test_an_interrupted_run_goes_on_with_other_memory_only_where_the_same_rows_are_kept(tmp_path):
     model, images = zoo.make("demo"), torch.cat([IMAGES] * 3)
     config = replace(CONFIG, images=len(images), pinned=(("*", 32),), input_bits=32)
@@ -341,6 +343,7 @@ def test_an_interrupted_run_goes_on_with_other_memory_only_where_the_same_rows_a
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("captured_once")
 def test_few_rows_of_many_find_as_good_quantizers():
     """Where the memory holds a third of the rows or less, the error on all of them is within a few percent."""
     model = zoo.make("demo")

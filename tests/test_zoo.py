@@ -32,7 +32,7 @@ pytest.importorskip("transformers")
     ("spec", "counts"),
     [
         ("demo", (25, 3, 6, 6, 6, 13)),
-        ("timm:deit_tiny_patch16_224", (49, 1, 12, 12, 12, 25)),  # for others see test_families.py
+        (TINY, (25, 1, 6, 6, 6, 13)),  # for others see test_families.py
     ],
 )
 def test_counts(spec, counts):

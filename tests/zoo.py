@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from adalog import Calibration
+from adalog.calibration import calibration
 from adalog.errors import DataError
 from adalog.graph.capture import capture
 from adalog.graph.program import Program
@@ -139,10 +141,18 @@ def captured(name: str) -> tuple[nn.Module, Program]:
     return model, capture(model, IMAGES)
 
 
+def calibrated(name: str) -> Calibration:
+    """A model's calibration on `IMAGES`, with the program that all test modules share."""
+    model, program = captured(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "capture", lambda *_: program)
+        return Calibration(model, IMAGES)
+
+
 # --- models by name, as the command line takes them ------------------------------------------------------------------
 
 COUNTS = ("linears", "convs", "qk", "av", "post_gelu", "pairs")
-TINY = "timm:test_vit"  # 160 x 160, 64 wide, 8 deep
+TINY = "timm:test_vit"  # 160 x 160, 64 wide, 6 deep
 
 
 def refused(spec, **options):
