@@ -134,12 +134,23 @@ def result_of(monkeypatch, capsys, tmp_path):
     return run
 
 
+def narrow_timm(monkeypatch, **sizes):
+    """Let timm make a narrow ViT, whatever it is asked for."""
+    timm = pytest.importorskip("timm")
+    size = {"input_size": (3, sizes["img_size"], sizes["img_size"])}
+
+    def create(*_, **__):
+        model = timm.models.VisionTransformer(embed_dim=16, num_heads=2, num_classes=5, **sizes)
+        model.pretrained_cfg = size
+        return model
+
+    monkeypatch.setattr(timm, "create_model", create)
+
+
 @pytest.fixture
 def tiny_timm(monkeypatch):
     """Whatever timm is asked for, it makes a narrow ViT for images of 224 x 224."""
-    timm = pytest.importorskip("timm")
-    sizes = {"img_size": 224, "patch_size": 28, "embed_dim": 16, "num_heads": 2, "num_classes": 5}
-    monkeypatch.setattr(timm, "create_model", lambda *_, **__: timm.models.VisionTransformer(**sizes, depth=2))
+    narrow_timm(monkeypatch, img_size=224, patch_size=28, depth=2)
 
 
 @pytest.mark.slow
@@ -250,8 +261,10 @@ def test_folds(tiny_demo, result_of):
     assert search_tables.folds_table()
 
 
-def test_gpu(tiny_timm, quick_presets, result_of):
+def test_gpu(quick_presets, result_of, monkeypatch):
     """On the processor, where it compares the processor with itself."""
+    narrow_timm(monkeypatch, img_size=64, patch_size=16, depth=1)
+    monkeypatch.setattr(gpu, "Search", partial(Search, init=(4, 2), parents=1))
     result = result_of(gpu, "--models", "vit", "--device", "cpu", "--images", 2, "--batch", 2, "--blocks", 1)
     (row,) = result["rows"]
     assert row["cold"] > 0 < row["search"]
