@@ -56,6 +56,7 @@ from adalog.search.product import Product
 
 SCRIPTS = Path(publish.__file__).parent
 QUICK = Search(init=(4, 2), parents=1, steps=0, rounds=1)
+pytestmark = pytest.mark.usefixtures("captured_once")  # scripts capture the tiny models again and again
 needs_kernels = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
 
 
@@ -134,23 +135,18 @@ def result_of(monkeypatch, capsys, tmp_path):
     return run
 
 
-def narrow_timm(monkeypatch, **sizes):
-    """Let timm make a narrow ViT, whatever it is asked for."""
+@pytest.fixture(params=[224])
+def tiny_timm(monkeypatch, request):
+    """Whatever timm is asked for, it makes a narrow ViT with one block, for images of 224 x 224 by default."""
     timm = pytest.importorskip("timm")
-    size = {"input_size": (3, sizes["img_size"], sizes["img_size"])}
+    sizes = {"img_size": request.param, "embed_dim": 16, "num_heads": 2, "num_classes": 5, "depth": 1}
 
     def create(*_, **__):
-        model = timm.models.VisionTransformer(embed_dim=16, num_heads=2, num_classes=5, **sizes)
-        model.pretrained_cfg = size
+        model = timm.models.VisionTransformer(**sizes)
+        model.pretrained_cfg = {"input_size": (3, request.param, request.param)}
         return model
 
     monkeypatch.setattr(timm, "create_model", create)
-
-
-@pytest.fixture
-def tiny_timm(monkeypatch):
-    """Whatever timm is asked for, it makes a narrow ViT for images of 224 x 224."""
-    narrow_timm(monkeypatch, img_size=224, patch_size=28, depth=2)
 
 
 @pytest.mark.slow
@@ -261,9 +257,9 @@ def test_folds(tiny_demo, result_of):
     assert search_tables.folds_table()
 
 
-def test_gpu(quick_presets, result_of, monkeypatch):
+@pytest.mark.parametrize("tiny_timm", [64], indirect=True)
+def test_gpu(tiny_timm, quick_presets, result_of, monkeypatch):
     """On the processor, where it compares the processor with itself."""
-    narrow_timm(monkeypatch, img_size=64, patch_size=16, depth=1)
     monkeypatch.setattr(gpu, "Search", partial(Search, init=(4, 2), parents=1))
     result = result_of(gpu, "--models", "vit", "--device", "cpu", "--images", 2, "--batch", 2, "--blocks", 1)
     (row,) = result["rows"]
