@@ -56,6 +56,7 @@ from adalog.search.product import Product
 
 SCRIPTS = Path(publish.__file__).parent
 QUICK = Search(init=(4, 2), parents=1, steps=0, rounds=1)
+pytestmark = pytest.mark.usefixtures("captured_once")  # scripts capture the tiny models again and again
 needs_kernels = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
 
 
@@ -134,12 +135,18 @@ def result_of(monkeypatch, capsys, tmp_path):
     return run
 
 
-@pytest.fixture
-def tiny_timm(monkeypatch):
-    """Whatever timm is asked for, it makes a narrow ViT for images of 224 x 224."""
+@pytest.fixture(params=[224])
+def tiny_timm(monkeypatch, request):
+    """Whatever timm is asked for, it makes a narrow ViT with one block, for images of 224 x 224 by default."""
     timm = pytest.importorskip("timm")
-    sizes = {"img_size": 224, "patch_size": 28, "embed_dim": 16, "num_heads": 2, "num_classes": 5}
-    monkeypatch.setattr(timm, "create_model", lambda *_, **__: timm.models.VisionTransformer(**sizes, depth=2))
+    sizes = {"img_size": request.param, "embed_dim": 16, "num_heads": 2, "num_classes": 5, "depth": 1}
+
+    def create(*_, **__):
+        model = timm.models.VisionTransformer(**sizes)
+        model.pretrained_cfg = {"input_size": (3, request.param, request.param)}
+        return model
+
+    monkeypatch.setattr(timm, "create_model", create)
 
 
 @pytest.mark.slow
@@ -250,8 +257,10 @@ def test_folds(tiny_demo, result_of):
     assert search_tables.folds_table()
 
 
-def test_gpu(tiny_timm, quick_presets, result_of):
+@pytest.mark.parametrize("tiny_timm", [64], indirect=True)
+def test_gpu(tiny_timm, quick_presets, result_of, monkeypatch):
     """On the processor, where it compares the processor with itself."""
+    monkeypatch.setattr(gpu, "Search", partial(Search, init=(4, 2), parents=1))
     result = result_of(gpu, "--models", "vit", "--device", "cpu", "--images", 2, "--batch", 2, "--blocks", 1)
     (row,) = result["rows"]
     assert row["cold"] > 0 < row["search"]

@@ -6,24 +6,27 @@ import ast
 import functools
 import importlib
 import re
-import subprocess
-import sys
+import runpy
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from torch.distributed import TCPStore
 
 import adalog
 from adalog import Config, Search
+from adalog.cli import main
 from adalog.cli.targets import find_preprocessing
 from adalog.inputs.zoo import DEMO_PREPROCESSING
-from commands import run
+from commands import forked, run
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 HOW_TOS = sorted((ROOT / "docs" / "how-to").glob("*.md"))
+pytestmark = pytest.mark.usefixtures("captured_once")  # several pages quantize the bundled model
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 HEADER = ["Equation", "Meaning", "Function", "Test"]
 
@@ -85,6 +88,18 @@ def test_every_test_of_the_paper_has_a_row():
 def python_of(page):
     """The Python blocks of a page, one after the other."""
     return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL))
+
+
+def keep_first_block():
+    """Cut the bundled model to its first block, whose weights stay."""
+    load = adalog.demo.load_model
+
+    def cut():
+        model = load()
+        model.blocks = model.blocks[:1]
+        return model
+
+    adalog.demo.load_model = cut
 
 
 @functools.cache
@@ -153,9 +168,22 @@ def test_the_python_that_raises_accuracy_runs(monkeypatch, tmp_path, tiny):
     assert find_preprocessing(tmp_path / "vit.safetensors", quantized, None) == DEMO_PREPROCESSING
 
 
+@pytest.fixture
+def without_stages(monkeypatch):
+    """Quantize without the correction, which takes most of the time and is not what these pages are about."""
+    quantize = adalog.quantize
+
+    def shortened(model, images, config):
+        return quantize(model, images, replace(config, stages=()))
+
+    monkeypatch.setattr(adalog, "quantize", shortened)
+
+
 @pytest.mark.slow
-def test_the_integers_by_hand():
-    """Run docs/reference/integers.md: Eq. 10 in three forms, and one site by hand."""
+def test_the_integers_by_hand(monkeypatch, without_stages):
+    """Run docs/reference/integers.md on one block: Eq. 10 in three forms, and one site by hand."""
+    monkeypatch.setattr(adalog.demo, "load_model", adalog.demo.load_model)  # is put back after the test
+    keep_first_block()
     code = python_of(ROOT / "docs" / "reference" / "integers.md")
     names: dict[str, object] = {}
     exec(code, names)
@@ -172,7 +200,7 @@ def test_the_how_tos_run(name, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["add-a-method", "add-a-kernel", "add-an-exporter"])
-def test_the_how_tos_that_quantize_a_model_run(name, monkeypatch, tmp_path):
+def test_the_how_tos_that_quantize_a_model_run(name, monkeypatch, tmp_path, without_stages):
     test_the_how_tos_run(name, monkeypatch, tmp_path)
 
 
@@ -184,9 +212,10 @@ def test_deployment_runs(name, monkeypatch, tmp_path):
     pytest.importorskip("openvino")
     pytest.importorskip("onnxruntime")
     make = timm.create_model
-    small = {"patch_size": 32, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 10}
+    small = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 10}
+    small["pretrained_cfg_overlay"] = {"input_size": (3, 32, 32)}
     monkeypatch.setattr(timm, "create_model", lambda name, pretrained: make("vit_tiny_patch16_224", **small))
-    quick = Config(weight_bits=6, activation_bits=6, images=4, search=Search(steps=1, rounds=1))
+    quick = Config(weight_bits=6, activation_bits=6, images=4, search=Search(init=(8, 4), parents=4, steps=1, rounds=1))
     monkeypatch.setattr(Config, "preset", staticmethod(lambda bits: quick))
     monkeypatch.chdir(tmp_path)
     for index in range(4):
@@ -217,18 +246,6 @@ def test_sharing_runs(name, monkeypatch, tmp_path, quantized):
     assert {each["label"] for each in names["predictions"]} <= set(names["names"])
 
 
-def run_lines(lines, folder):
-    """Commands of a page, by the Python and the package of this test."""
-    for line in lines:
-        first, *rest = line.split()
-        if first == "adalog":
-            run(*rest, cwd=folder)
-            continue
-        words = [sys.executable, "-m", "torch.distributed.run", *rest] if first == "torchrun" else line.split()
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, (line, done.stderr)
-
-
 def shell_of(page):
     """The lines of a page's first block of commands."""
     return re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)[0].strip().splitlines()
@@ -239,7 +256,9 @@ def test_a_budget_is_kept(tmp_path):
     """The commands of fit-a-budget."""
     lines = shell_of(ROOT / "docs" / "how-to" / "fit-a-budget.md")
     assert "--judged 32" in lines[0]
-    run_lines([lines[0].replace("--judged 32", "--judged 4"), *lines[1:]], tmp_path)  # it takes a tenth of the time
+    few = lines[0].replace("--judged 32", "--judged 4 --images 8"), f"{lines[1]} --images 8", lines[2]
+    for line in few:  # few images take a tenth of the time
+        run(*line.split()[1:], cwd=tmp_path)
     assert "--budget 2MB" in lines[1]
     assert (tmp_path / "small.safetensors").stat().st_size <= 2_000_000
     widths = {row.right.partition("-bit")[0] for row in adalog.load(tmp_path / "small.safetensors").ledger}
@@ -248,19 +267,46 @@ def test_a_budget_is_kept(tmp_path):
     assert "blocks.0.attn.qkv" in (tmp_path / "small.html").read_text(encoding="utf-8")
 
 
+def run_script():
+    """Run own.py, as `python own.py` does."""
+    runpy.run_path("own.py", run_name="__main__")
+
+
+def run_ranks(folder, *words, main=main):
+    """Run a command as two ranks of a job, with the store and the environment that torchrun gives them."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    job |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+    def rank(number):
+        here = {"RANK": str(number), "LOCAL_RANK": str(number)}
+        return forked(*words, main=main, cwd=folder, prepare=keep_first_block, **job, **here)
+
+    with ThreadPoolExecutor(2) as pool:
+        for code, _, error in pool.map(rank, range(2)):
+            assert code == 0, (words, error)
+
+
 @pytest.mark.slow
 def test_several_processes_run(tmp_path):
-    """The commands and the script of run-on-several-processes, on two processes of this machine."""
+    """The commands and the script of run-on-several-processes, on two processes of this machine.
+
+    They quantize the first block of the bundled model. tests/test_ranks.py has jobs that torchrun itself starts.
+    """
     name = "run-on-several-processes"
     page = ROOT / "docs" / "how-to" / f"{name}.md"
     (tmp_path / "own.py").write_text("import torch\n\ntorch.set_num_threads(1)\n" + python_of(page))
     for index in range(10):  # as many folders as the bundled model has classes
         (tmp_path / "images" / str(index)).mkdir(parents=True)
         Image.effect_noise((32, 32), 60 + index).convert("RGB").save(tmp_path / "images" / str(index) / "image.png")
-    *lines, evaluate = shell_of(page)
-    assert "evaluate" in evaluate
-    lines += [f"{evaluate} --data images", "torchrun --standalone --nproc-per-node 2 own.py"]  # on a few images
-    run_lines(lines, tmp_path)
+    one, two, compare, evaluate = (line.split() for line in shell_of(page))
+    launcher = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "adalog"]
+    assert two[:6] == evaluate[:6] == launcher
+    run(*one[1:], cwd=tmp_path, prepare=keep_first_block)
+    run_ranks(tmp_path, *two[6:])
+    run_ranks(tmp_path, *evaluate[6:], "--data", "images")  # few of them
+    run_ranks(tmp_path, main=run_script)
+    assert compare == ["cmp", "one.safetensors", "two.safetensors"]
     files = [tmp_path / f"{each}.safetensors" for each in ("one", "two", "mine")]
     assert files[0].read_bytes() == files[1].read_bytes()
     sites = [[row.sqnr for row in adalog.load(file).ledger] for file in files]

@@ -1,8 +1,10 @@
-"""The scripts in examples/ and the tutorial run as they are."""
+"""The scripts in examples/ and the tutorial run as they are, with searches cut short."""
 
 import re
+import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,17 +12,47 @@ import torch
 from PIL import Image
 
 import commands
-from adalog import Config, Search
+from adalog import Config, Search, demo, library
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+pytestmark = pytest.mark.usefixtures("captured_once")  # the tutorial quantizes one model several times
 
 
-def run(folder, *words):
-    """Run Python with these arguments in a folder, and return what it prints."""
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run_script(tmp_path, monkeypatch, capsys):
+    """A function that runs a script of examples/ in this process and a new folder, and returns what it prints."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, *words):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Presets with a short search."""
+    preset, quick = Config.preset, Search(init=(8, 4), parents=4, steps=0, rounds=1)
+    monkeypatch.setattr(Config, "preset", staticmethod(lambda bits: replace(preset(bits), search=quick)))
+
+
+@pytest.fixture
+def small_timm(monkeypatch):
+    """Whatever timm is asked for, it makes a narrow ViT with one block for small images. Returns what it was asked."""
+    timm = pytest.importorskip("timm")
+    make, asked = timm.create_model, []
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
+    sizes["pretrained_cfg_overlay"] = {"input_size": (3, 32, 32)}
+
+    def create(name, pretrained):
+        asked.append((name, pretrained))
+        return make("vit_tiny_patch16_224", **sizes)
+
+    monkeypatch.setattr(timm, "create_model", create)
+    return asked
 
 
 @pytest.fixture
@@ -39,17 +71,15 @@ def test_every_example_has_a_test():
 
 
 @pytest.mark.slow
-def test_timm(tmp_path, photographs):
-    pytest.importorskip("timm")
-    script = ROOT / "examples" / "timm_model.py"
-    assert script.name == "timm_model.py"
-    out = run(tmp_path, script, photographs, "--model", "test_vit", "--random")
-    assert "held-out images" in out
-    assert (tmp_path / "model.safetensors").stat().st_size > 0
+def test_timm(tmp_path, photographs, run_script, short, small_timm):
+    out = run_script("timm_model.py", photographs, "--model", "test_vit", "--random")
+    assert small_timm == [("test_vit", False)]
+    assert "of 4 held-out images" in out
+    assert f"model.safetensors: {(tmp_path / 'model.safetensors').stat().st_size:,} bytes" in out
 
 
 @pytest.mark.slow
-def test_transformers(tmp_path, photographs):
+def test_transformers(tmp_path, photographs, run_script, short):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.ViTConfig(
@@ -57,48 +87,37 @@ def test_transformers(tmp_path, photographs):
     )
     transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
     transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vit")
-    out = run(tmp_path, ROOT / "examples" / "huggingface_model.py", "vit", photographs)
+    out = run_script("huggingface_model.py", "vit", photographs)
     assert "LABEL_" in out
     assert (tmp_path / "quantized" / "model.adalog.safetensors").exists()
 
 
 @pytest.mark.slow
-def test_a_model_of_your_own(tmp_path):
-    out = run(tmp_path, ROOT / "examples" / "your_own_model.py")
+def test_a_model_of_your_own(run_script, short, monkeypatch):
+    monkeypatch.setattr(demo, "unlabelled_images", demo.calibration_images)  # fewer images
+    out = run_script("your_own_model.py")
     errors = [float(error) for error in re.findall(r"relative error of the logits ([\d.]+)", out)]
     assert len(errors) == 2
     assert all(0 < error < 1 for error in errors)
 
 
-def test_deployment_without_pytorch(tmp_path):
-    library = pytest.importorskip("adalog.library")
-    if library.load()[0] is None:
-        pytest.skip(f"the compiled library is missing: {library.why()}")
-    import adalog
-    from adalog import demo
-
+@pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
+def test_deployment_without_pytorch(tmp_path, quantized):
+    """In a process of its own, which does not import PyTorch."""
     file = tmp_path / "vit.safetensors"
-    adalog.quantize(demo.load_model(), demo.calibration_images(), Config.preset("w8a8", "minmax")).save(file)
-    run(tmp_path, "-m", "adalog", "tape", file)
-    out = run(tmp_path, ROOT / "examples" / "deploy_without_pytorch.py", file)
-    assert "PyTorch imported: False" in out
+    quantized.save(file)
+    commands.run("tape", file)
+    script = ROOT / "examples" / "deploy_without_pytorch.py"
+    done = subprocess.run([sys.executable, str(script), str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "PyTorch imported: False" in done.stdout
 
 
 @pytest.mark.slow
-def test_the_tutorial(tmp_path, photographs, monkeypatch):
-    """Every block in its order, with a small model of random weights and a short search."""
-    timm = pytest.importorskip("timm")
+def test_the_tutorial(tmp_path, photographs, monkeypatch, short, small_timm):
+    """Every block in its order."""
     pytest.importorskip("onnxruntime")
-    make, preset = timm.create_model, Config.preset
     assert "w8a8" in (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
-    monkeypatch.setattr(timm, "create_model", lambda name, pretrained: make("test_vit", pretrained=False))
-
-    def short(bits):
-        quick = Search(init=(8, 4), parents=4, steps=1, rounds=1)
-        config = preset(bits)
-        return Config(weight_bits=config.weight_bits, activation_bits=config.activation_bits, search=quick)
-
-    monkeypatch.setattr(Config, "preset", staticmethod(short))
     monkeypatch.chdir(tmp_path)
     names = {}
     for kind, code in re.findall(r"```(python|sh)\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text("utf-8"), re.S):
