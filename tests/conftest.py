@@ -40,7 +40,8 @@ def captured_once(captures):
     """Capture the same model once: for images of any size that takes seconds."""
 
     def remembered(model, example, sizes="fixed"):
-        key = fingerprint((repr(model), [value.shape for value in example], sizes), model.state_dict().items())
+        # A program takes any number of images.
+        key = fingerprint((repr(model), [value.shape[1:] for value in example], sizes), model.state_dict().items())
         if key not in captures:
             captures[key] = capture(model, example, sizes)
         return captures[key]

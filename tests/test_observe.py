@@ -277,23 +277,18 @@ def test_of_a_large_operand_every_nth_row_or_window_is_kept(name):
     assert max(strides) >= 3
 
 
-def test_too_little_memory_is_told_with_how_much_is_enough():
+def test_too_little_memory_is_told_with_how_much_is_enough_for_all():
     """Twice what is for values, since as much is for temporaries."""
     program = MODELS["demo"]()
-    memory, told = 10**5, []
-    for _ in needs_of(program):
-        try:
-            observed(program, [IMAGES], memory)
-            break
-        except ValueError as error:
-            told.append(str(error))
-            more = int(told[-1].split("use ")[1].split(" ")[0].replace(",", "")) // 2
-            assert more > memory
-            memory = more
-    assert told[0].startswith(
-        "memory = 200,000 bytes is too little for patch_embed.conv2, which reads values of shape (33, 8, 32, 32): use "
-    )
-    assert memory < size_of(program, [IMAGES]) / 2
+    with pytest.raises(
+        ValueError, match=r"memory = 200,000 bytes is too little for .*: use [\d,]+ bytes or more"
+    ) as told:
+        observed(program, [IMAGES], 10**5)
+    enough = int(str(told.value).split("use ")[1].split(" ")[0].replace(",", "")) // 2
+    assert 10**5 < enough < size_of(program, [IMAGES]) / 2
+    observed(program, [IMAGES], enough)
+    with pytest.raises(ValueError, match=f"memory = {2 * (enough // 2):,} bytes"):
+        observed(program, [IMAGES], enough // 2)
 
 
 def test_a_value_that_is_not_finite_is_told_whenever_it_is_met():

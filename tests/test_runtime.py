@@ -143,7 +143,7 @@ def test_compiled_regions(fast):
     model = Calibration(Toy(function, **parts).eval(), images).quantize(fast).compile("torch")
     wanted, zero = model(images), torch.tensor([1e-40])
     model.compile()
-    for count in (4, 3, 1):
+    for count in (4, 1):
         torch.testing.assert_close(model(images[:count]), wanted[:count], rtol=1e-4, atol=1e-5)
     assert model._regions is not None or shutil.which("g++") is None
     assert float(zero * 1) > 0  # small numbers are still numbers

@@ -140,22 +140,37 @@ class Observed:
             return [_Stage(every, 1, False, max(self._home[name] for name in every))]
         limit = memory * 3 // 8
         stages: list[_Stage] = []
-        for request in requests:
-            stride = self._stride(request, limit, memory)
+        for request, stride in zip(requests, self._strides(requests, limit, memory), strict=True):
             if stages and stages[-1].stride == stride == 1 and self._bytes(stages[-1].names | request.names) <= limit:
                 stages[-1] = replace(stages[-1], names=stages[-1].names | request.names)
             else:
                 stages.append(_Stage(request.names, stride, request.by_row))
         return self._with_cuts(stages, memory)
 
-    def _stride(self, request: Request, limit: int, memory: int) -> int:
-        """Return n such that every n-th row, image or window of a request's values fits in memory.
+    def _strides(self, requests: Sequence[Request], limit: int, memory: int) -> list[int]:
+        """Return n for each request such that every n-th row, image or window of its values fits in memory.
 
-        Raises ValueError if this leaves too few rows.
+        Raises ValueError, with the memory that is enough for all requests, if this leaves too few rows of one.
         """
-        least = max(1, -(-self._bytes(request.names) // max(limit, 1)), -(-request.scratch // max(memory, 1)))
-        if max(least, request.stride) == 1:
-            return 1
+        strides, short = list[int](), list[tuple[int, Request]]()
+        for request in requests:
+            least = max(1, -(-self._bytes(request.names) // max(limit, 1)), -(-request.scratch // max(memory, 1)))
+            each, most = (1, 1) if max(least, request.stride) == 1 else self._possible(request)
+            if least > most:
+                short.append((2 * (max(self._bytes(request.names) * 8 // 3, request.scratch) // most + 4), request))
+            else:
+                strides.append(coprime(max(least, min(request.stride, most)), each))
+        if short:
+            enough, request = max(short, key=lambda pair: pair[0])
+            shown = " and ".join(str(tuple(self._shapes[name].shape)) for name in sorted(request.names))
+            raise ValueError(
+                f"memory = {2 * memory:,} bytes is too little for {request.site}, which reads values of shape {shown}: "
+                f"use {enough:,} bytes or more"
+            )
+        return strides
+
+    def _possible(self, request: Request) -> tuple[int, int]:
+        """Return a number with which a request's stride may have no common factor, and the largest such stride."""
         shapes = {name: self._shapes[name] for name in sorted(request.names)}
         rows = min(value[..., 0].numel() for value in shapes.values())
         places = [(shapes[name].ndim - axis[0], axis[1]) for name in shapes if (axis := self._batches.axes.get(name))]
@@ -163,15 +178,9 @@ class Observed:
             each = math.prod(max(1, value[..., 0].numel() // self._batches.count) for value in shapes.values())
         else:
             each = places[0][1] if len(set(places)) == 1 else 0  # gcd(n, 0) is n, so 0 allows only stride 1
-        most = next(stride for stride in range(rows // min(rows, LEAST_ROWS), 0, -1) if math.gcd(stride, each) == 1)
-        if least > most:
-            wanted = 2 * (max(self._bytes(request.names) * 8 // 3, request.scratch) // most + 4)
-            shown = " and ".join(str(tuple(value.shape)) for value in shapes.values())
-            raise ValueError(
-                f"memory = {2 * memory:,} bytes is too little for {request.site}, which reads values of shape {shown}: "
-                f"use {wanted:,} bytes or more"
-            )
-        return coprime(max(least, min(request.stride, most)), each)
+        return each, next(
+            stride for stride in range(rows // min(rows, LEAST_ROWS), 0, -1) if math.gcd(stride, each) == 1
+        )
 
     def _with_cuts(self, stages: Sequence[_Stage], memory: int) -> list[_Stage]:
         """Return the stages with their ends and cuts; also set the batch size and how long each value is held."""
