@@ -43,7 +43,7 @@ def even_out_values(program: Program, sites: Sequence[Site], images: Sequence[Te
 
     Only heads with an outlier change. images: a few calibration images.
     """
-    found = find_values(program, sites, images)
+    attended_values = find_values(program, sites, images)
     ranges: dict[str, Tensor] = {}
 
     def measure(node: Node, args: tuple[Any, ...], result: Any) -> None:
@@ -51,18 +51,22 @@ def even_out_values(program: Program, sites: Sequence[Site], images: Sequence[Te
             rows = result.flatten(0, -2)
             ranges[node.name] = rows.amax(0) - rows.amin(0)
 
-    makers = {values.maker.name for values in found}
+    makers = {values.maker.name for values in attended_values}
     if makers:
         program.run(images, measure)
-    steps = {values.site.name: (values, _steps(values, program, ranges[values.maker.name])) for values in found}
-    steps = {name: (values, step) for name, (values, step) in steps.items() if step.any()}
+    steps = {}
+    for values in attended_values:
+        step = _steps(values, program, ranges[values.maker.name])
+        if step.any():
+            steps[values.site.node.name] = values, step
     better: list[str] = []
 
     def compare(node: Node, args: tuple[Any, ...], result: Any) -> None:
-        for name, (values, step) in steps.items():
-            if values.site.node.name == node.name:
-                errors = [_error(values, program, args[0], args[1], each) for each in (step, torch.zeros_like(step))]
-                better.extend([name] if errors[0] < errors[1] else [])
+        if node.name in steps:
+            values, step = steps[node.name]
+            scaled, plain = (_error(values, program, args[0], args[1], some) for some in (step, torch.zeros_like(step)))
+            if scaled < plain:
+                better.append(node.name)
 
     if steps:
         program.run(images, compare)
@@ -84,11 +88,8 @@ def find_values(program: Program, sites: Sequence[Site], example: Sequence[Tenso
     attentions = [site for site in sites if site.role == "av" and not site.again]
     if not attentions:
         return []
-    traced, readers, makers = (
-        trace(program, example, 1),
-        program.consumers(),
-        {node.name: node for node in program.nodes},
-    )
+    traced, readers = trace(program, example, 1), program.consumers()
+    makers = {node.name: node for node in program.nodes}
     outputs = set(refs_of(program.output))
     shared = outputs.union(name for name, nodes in readers.items() if len(nodes) > 1)
     linears = {
@@ -107,7 +108,7 @@ def find_values(program: Program, sites: Sequence[Site], example: Sequence[Tenso
                 ends += [(node, numbers) for node in readers.get(view, []) if node.op not in MOVES | SHAPE_READERS]
         return ends[0] if len(ends) == 1 else (None, channels)
 
-    found = []
+    attended_values = []
     for site in attentions:
         name = site.right
         while name in makers and makers[name].op in MOVES:
@@ -122,8 +123,9 @@ def find_values(program: Program, sites: Sequence[Site], example: Sequence[Tenso
         columns = inputs.flatten(0, -2)[0]
         apart = bool((numbers == channels).all()) and bool((inputs == columns).all())
         if apart and end_of(views, channels)[0] is site.node and reader is not None and reader.name in linears:
-            found.append(_Values(site, linears[name], reader, channels, columns))
-    return found
+            device = program.tensors[linears[name].args[1].name].device
+            attended_values.append(_Values(site, linears[name], reader, channels.to(device), columns.to(device)))
+    return attended_values
 
 
 def _parameters(linear: Node) -> list[str]:

@@ -29,9 +29,9 @@ from adalog.search.strategies import Loss, alternating, brute_force, fpcs, grid_
 _LEAST_GAIN = 1e-3
 # Survivors are scored on this many times as many rows as the steps use.
 _FAIR = 8
-# The kinds of ranges that `best_ranges` compares; among equally good ones the first wins.
 Strategy = Literal["fpcs", "alternating", "brute-force"]
 FoldRanges = Literal["own", "deviations", "best"]
+# The kinds of ranges that `best_ranges` compares; among equally good ones the first wins.
 _RANGES: tuple[FoldRanges, ...] = ("own", "deviations")
 # The number of neighbours of each parent in FPCS.
 _CHILDREN = 8
