@@ -353,6 +353,12 @@ class LogQuantizer(Quantizer):
     def _places(self, x: Tensor, bins: Bins) -> Tensor:
         return _places((self._lifted(x) / self.scale).reshape(-1), bins)
 
+    def steps(self) -> tuple[Tensor, Tensor]:
+        """Return the levels and the thresholds between them at scale 1, ascending: float64, on the CPU."""
+        levels = log_levels(self.q, self.r, self.bits, **self._choices)
+        cuts = log_thresholds(self.q, self.r, self.bits, rounding=self.rounding, **self._choices)
+        return levels.flip(0), cuts.flip(0)
+
     def bounds(self) -> tuple[Tensor, Tensor]:
         levels = log_levels(self.q, self.r, self.bits, **self._choices)
         return float(levels[-1]) * self.scale - self.offset, float(levels[0]) * self.scale - self.offset
