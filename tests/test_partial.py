@@ -16,9 +16,9 @@ import torch
 import adalog
 from adalog import Calibration, Config, Correction, DataError, Search
 from adalog.baselines import BlockRefinement, Evolution, ScaleSearch, SplitUniformQuantizer, TwinUniformQuantizer
-from adalog.device import default_memory
 from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Scratch
+from adalog.device import default_memory
 from adalog.inputs.demo.model import DemoViT
 from adalog.quantizers import Assignment, Fold, LogQuantizer, QuantizedTensor, UniformQuantizer
 from adalog.search.operand import Format, Operand
