@@ -183,6 +183,22 @@ def test_blocks_of_inputs_change_nothing(block, monkeypatch):
     torch.testing.assert_close(found.scale, other.scale, rtol=1e-9, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(1, 3, 150), (2, 40, 64), (5, 1, 9), (1, 1, 1), (1, 70, 65)])
+def test_compiled_codes_are_those_of_the_loop(shape, monkeypatch):
+    """Not only the codes: so is what the scales are fitted to."""
+    x, target, quantizer = normal(shape[0], 300, shape[2]), normal(*shape, seed=5), levels(*shape[:2], bits=3)
+    form = x.mT @ x
+
+    def run():
+        codes = _in_turn(target, form, quantizer)
+        found, fitted = rounded(target, form, quantizer)
+        return codes, _swept(target, form, codes, quantizer), found, fitted.scale
+
+    compiled = run()
+    monkeypatch.setattr(compensate, "codes_in_turn", lambda *_: None)
+    assert all(map(torch.equal, compiled, run()))
+
+
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_sweeps_leave_the_codes_that_they_are_given(outputs):
     """Or they would seem to have changed none."""

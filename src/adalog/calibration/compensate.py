@@ -24,7 +24,7 @@ the end, the stage changes nothing.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,7 +40,8 @@ from adalog.graph.convolution import conv_geometry, patches
 from adalog.graph.program import Node, Program
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
 from adalog.graph.sites import find_pieces
-from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, decibels
+from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, UniformQuantizer, decibels
+from adalog.quantizers.elementwise import codes_in_turn
 from adalog.search.objective import gram_matrix
 
 # Every n-th image is held out of a fit to choose its ridge strength. If there are no more images than n, none is.
@@ -506,46 +507,52 @@ def _in_turn(target: Tensor, form: Tensor, levels: Quantizer) -> Tensor:
     sorted_form = form.gather(1, order[:, :, None].expand_as(form)).gather(2, order[:, None].expand_as(form))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(sorted_form))
     factor = torch.linalg.cholesky(inverse).mT  # upper triangular: inverse = factor^T factor
-    places, levels = order[:, :, None].expand_as(target.mT), levels.map(lambda value: value.mT)
-    left = target.mT.gather(1, places)
-    codes = torch.empty_like(left)
-
-    def choose(row: int, some: Tensor) -> Tensor:
-        codes[:, row : row + 1] = code = levels.quantize(some)
-        return (some - levels.dequantize(code)) / factor[:, row : row + 1, row : row + 1]
-
-    _by_rows(choose, left, factor)
+    places, levels = order[:, :, None].expand_as(target.mT), levels.map(lambda value: value.mT.contiguous())
+    codes = _by_rows(target.mT.gather(1, places), factor, levels)
     return torch.empty_like(codes).scatter_(1, places, codes).mT.contiguous()
-
-
-def _by_rows(choose: Callable[[int, Tensor], Tensor], left: Tensor, form: Tensor) -> None:
-    """Choose a value for each row of `left`, (G, K, O), in turn, and update the rows after it.
-
-    choose(row, value of the row): returns the multiples, (G, 1, O), of this row of the form, (G, K, K), that are
-    subtracted from the rows after it. Within the same block of rows they are subtracted at once, and elsewhere by one
-    product per block.
-    """
-    for start in range(0, left.shape[1], _BLOCK):
-        end = min(start + _BLOCK, left.shape[1])
-        moved = torch.empty_like(left[:, start:end])
-        for row in range(start, end):
-            moved[:, row - start] = some = choose(row, left[:, row : row + 1])[:, 0]
-            left[:, row + 1 : end] -= form[:, row, row + 1 : end, None] * some[:, None]
-        left[:, end:] -= form[:, start:end, end:].mT @ moved
 
 
 def _swept(target: Tensor, form: Tensor, codes: Tensor, levels: Quantizer) -> Tensor:
     """Replace each code in turn by the best one given all other codes."""
-    codes, levels = codes.mT.clone(memory_format=torch.contiguous_format), levels.map(lambda value: value.mT)
-    values, diagonal = levels.dequantize(codes), form.diagonal(dim1=1, dim2=2)
+    levels = levels.map(lambda value: value.mT.contiguous())
+    values = levels.dequantize(codes.mT.clone(memory_format=torch.contiguous_format))
+    return _by_rows(form @ (target.mT - values), form, levels, values).mT.contiguous()
 
-    def choose(row: int, pull: Tensor) -> Tensor:
-        now = values[:, row : row + 1]
-        codes[:, row : row + 1] = best = levels.quantize(now + pull / diagonal[:, row, None, None])
-        return levels.dequantize(best) - now
 
-    _by_rows(choose, form @ (target.mT - values), form)
-    return codes.mT.contiguous()
+def _by_rows(left: Tensor, form: Tensor, levels: Quantizer, base: Tensor | None = None) -> Tensor:
+    """Choose codes for each row of `left`, (G, K, O), in turn, and update the rows after it; return the codes.
+
+    What a row moves (see `codes_in_turn`), times its row of the form, (G, K, K), is subtracted from the rows after it:
+    at once within the same block of rows, and elsewhere by one product per block. left: changed in place. levels: its
+    parameters are (G, 1, O). base: (G, K, O), the current levels, or None if there are none yet.
+    """
+    codes = torch.empty_like(left)
+    for start in range(0, left.shape[1], _BLOCK):
+        rows = range(start, min(start + _BLOCK, left.shape[1]))
+        moved = None
+        if isinstance(levels, UniformQuantizer):
+            parameters = levels.scale, levels.zero_point
+            moved = codes_in_turn(left, form, base, parameters, levels.bits, rows, codes)
+        if moved is None:
+            moved = _row_by_row(left, form, base, levels, rows, codes)
+        if rows.stop < left.shape[1]:
+            left[:, rows.stop :] -= form[:, start : rows.stop, rows.stop :].mT @ moved
+    return codes
+
+
+def _row_by_row(
+    left: Tensor, form: Tensor, base: Tensor | None, levels: Quantizer, rows: range, codes: Tensor
+) -> Tensor:
+    """Do the same as `codes_in_turn` for any quantizer; the rows of `left` change."""
+    moved = torch.empty_like(left[:, rows.start : rows.stop])
+    for index, row in enumerate(rows):
+        here, own = slice(row, row + 1), form[:, row, row, None, None]
+        value = left[:, here] if base is None else base[:, here] + left[:, here] / own
+        codes[:, here] = code = levels.quantize(value)
+        level = levels.dequantize(code)
+        moved[:, index] = change = ((value - level) / own if base is None else level - base[:, here])[:, 0]
+        left[:, row + 1 : rows.stop] -= form[:, row, row + 1 : rows.stop, None] * change[:, None]
+    return moved
 
 
 def _least_squares(target: Tensor, form: Tensor, codes: Tensor, levels: Quantizer) -> Quantizer:
