@@ -165,8 +165,9 @@ def codes_in_turn(
     """
     groups, _, outputs = left.shape
     wholes = [left, codes, *parameters, *([] if base is None else [base])]
-    shaped = all(value.shape == (groups, 1, outputs) for value in parameters)
-    if len(rows) > _MOST_ROWS or not shaped or not all(value.is_contiguous() for value in wholes):
+    fit = form.dtype == torch.float64 and all(value.shape == (groups, 1, outputs) for value in parameters)
+    fit = fit and all(value.dtype == torch.float64 and value.is_contiguous() for value in wholes)
+    if not fit or len(rows) > _MOST_ROWS:
         return None
     span = slice(rows.start, rows.stop)
     blocks = left[:, span], form[:, span, span], None if base is None else base[:, span]
