@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from adalog.quantizers import elementwise
 from test_elementwise import block, chosen, row_by_row
 
 pytest.importorskip("triton")
@@ -38,3 +39,18 @@ def test_codes_in_turn_are_those_of_pytorch(tmp_path):
     assert run.returncode == 0, run.stderr
     for problem, results in zip(problems, torch.load(tmp_path / "results"), strict=True):
         assert all(map(torch.equal, results, chosen(problem, row_by_row)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_there_is_no_kernel():
+    assert elementwise._launch_codes_in_turn.__wrapped__() is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("swept", [False, True])
+@pytest.mark.parametrize("shape", [(1, 64, 200), (3, 7, 1), (2, 20, 17)])
+def test_codes_in_turn_on_a_device_are_those_of_pytorch(shape, swept):
+    left, form, base, parameters, bits, rows = problem = block(*shape, swept, 0)
+    there = left.cuda(), form.cuda(), None if base is None else base.cuda(), [value.cuda() for value in parameters]
+    results = chosen((*there, bits, rows), elementwise.codes_in_turn)
+    assert all(map(torch.equal, (result.cpu() for result in results), chosen(problem, row_by_row)))
