@@ -75,6 +75,11 @@ def default_memory(device: torch.device) -> int:
     return max(_MEMORY, torch.cuda.mem_get_info(device)[1] // 4)
 
 
+def waits_for_launches(device: torch.device) -> bool:
+    """Return True if small operations cost their launch, as on accelerators, and not their values, as on CPUs."""
+    return device.type != "cpu"
+
+
 def usable_memory(device: torch.device) -> int:
     """Return the bytes that may be used: on CUDA the free memory and PyTorch's unused part, elsewhere 2 GiB."""
     if device.type != "cuda":

@@ -5,7 +5,7 @@ that are rounded with a straight-through gradient. The scales of activations, an
 trained as in LSQ (Esser et al., ICLR 2020). Their logarithm is trained, so that they stay positive.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ def rectified_sigmoid(v: Tensor) -> Tensor:
     return (v.sigmoid() * (1 + 2 * _STRETCH) - _STRETCH).clamp(0, 1)
 
 
-def rounding_regulariser(h: Tensor, exponent: float) -> Tensor:
+def rounding_regulariser(h: Tensor, exponent: float | Tensor) -> Tensor:
     """Return AdaRound's 1 - |2 h - 1|^exponent, which is 0 if h is 0 or 1 (its Eq. 24)."""
     return 1 - (2 * h - 1).abs().pow(exponent)
 
@@ -77,15 +77,13 @@ class Rounding:
         assert self.log_scale is not None
         return self._quantizer.scaled(self.log_scale.exp())
 
-    def regulariser(self, exponent: float) -> Tensor:
+    def regulariser(self, exponent: float | Tensor) -> Tensor:
         """Return the mean of AdaRound's regulariser over the values."""
         return rounding_regulariser(rectified_sigmoid(self.latent), exponent).mean()
 
-    @torch.no_grad()
-    def confine(self) -> None:
-        """Clamp latent values to the range of codes; no gradient would bring back values that leave it."""
-        if self.log_scale is not None:
-            self.latent.clamp_(0, self._top)
+    def range(self) -> tuple[Tensor, int] | None:
+        """Return the latent values and the last code that they may reach; None if a sigmoid confines them."""
+        return None if self.log_scale is None else (self.latent, self._top)
 
 
 class _Levels:
@@ -102,18 +100,40 @@ class _Levels:
         found = replace(self._quantizer, scale=self._quantizer.scale * self.log_scale.exp())  # type: ignore[type-var]
         if self.moved is None or not isinstance(found, UniformQuantizer):
             return found
-        return replace(found, zero_point=round_ste(found.zero_point + self.moved).clamp(0, 2**found.bits - 1))
+        return replace(found, zero_point=round_ste(found.zero_point + self.moved))  # `confine` keeps it a code
 
     @torch.no_grad()
     def hard(self) -> Quantizer:
         return self.soft()
 
-    @torch.no_grad()
-    def confine(self) -> None:
-        """Clamp the zero point to the range of codes; no gradient would bring it back."""
-        if self.moved is not None and isinstance(self._quantizer, UniformQuantizer):
-            zero_point = self._quantizer.zero_point
-            self.moved.copy_((zero_point + self.moved).clamp_(0, 2**self._quantizer.bits - 1) - zero_point)
+    def moved_range(self) -> tuple[Tensor, Tensor, int] | None:
+        """Return how far the zero point has moved, where it started, and the last code that it may reach."""
+        if self.moved is None or not isinstance(self._quantizer, UniformQuantizer):
+            return None
+        return self.moved, self._quantizer.zero_point, 2**self._quantizer.bits - 1
+
+
+Side = Rounding | _Levels
+
+
+@torch.no_grad()
+def confine(sides: Sequence[Side]) -> None:
+    """Clamp latent codes and zero points to the range of codes; no gradient would bring back values that leave it.
+
+    One operation clamps the values of all sides, because an accelerator waits for the launch of each.
+    """
+    latent = [each for side in sides if isinstance(side, Rounding) and (each := side.range()) is not None]
+    if latent:
+        values = [value for value, _ in latent]
+        torch._foreach_clamp_min_(values, 0)
+        torch._foreach_clamp_max_(values, [top for _, top in latent])
+    zero_points = [point for side in sides if isinstance(side, _Levels) and (point := side.moved_range()) is not None]
+    if zero_points:
+        moved, starts = [value for value, _, _ in zero_points], [start for _, start, _ in zero_points]
+        now = torch._foreach_add(starts, moved)
+        torch._foreach_clamp_min_(now, 0)
+        torch._foreach_clamp_max_(now, [top for _, _, top in zero_points])
+        torch._foreach_copy_(moved, torch._foreach_sub(now, starts))
 
 
 class GroupInTraining:
@@ -186,10 +206,26 @@ class GroupInTraining:
             bias = bias - self._offset * (right.dequantize().reshape(len(bias), -1).sum(1) - self._sums)
         return replace(found, bias=bias)
 
-    def regulariser(self, exponent: float) -> Tensor | float:
+    def regulariser(self, exponent: float | Tensor) -> Tensor | float:
         return self._right.regulariser(exponent) if isinstance(self._right, Rounding) else 0.0
 
-    def confine(self) -> None:
-        for side in (self._left, self._right):
-            if side is not None:
-                side.confine()
+    @property
+    def sides(self) -> list[Side]:
+        """The operands that are trained."""
+        return [side for side in (self._left, self._right) if side is not None]
+
+
+def regulariser_at_once(groups: Sequence[GroupInTraining], exponent: float | Tensor, shares: Tensor) -> Tensor:
+    """Return the sum of all groups' regularisers in few operations. shares: from `shares_of_means`."""
+    latent = torch.cat([value.flatten() for value in _latent_codes(groups)])
+    return torch.dot(rounding_regulariser(rectified_sigmoid(latent), exponent), shares)
+
+
+def shares_of_means(groups: Sequence[GroupInTraining]) -> Tensor:
+    """Return the share that each latent value has in the mean over its weight, for all weights in a row."""
+    latent = _latent_codes(groups)
+    return torch.cat([value.new_full((value.numel(),), 1 / value.numel()) for value in latent])
+
+
+def _latent_codes(groups: Sequence[GroupInTraining]) -> list[Tensor]:
+    return [side.latent for each in groups for side in each.sides if isinstance(side, Rounding)]

@@ -99,6 +99,10 @@ class UniformQuantizer(Quantizer):
     def step(self, x: Tensor) -> Tensor:
         return self.scale
 
+    @property
+    def origin(self) -> float | None:
+        return 0.0
+
     @classmethod
     def reaching(cls, upper: Tensor, bits: int, offset: float) -> "UniformQuantizer":
         """Return the symmetric quantizer whose largest level is `upper`; its zero point is half the number of codes."""
