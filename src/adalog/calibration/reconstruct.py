@@ -24,7 +24,7 @@ from adalog.calibration.judge import output_errors
 from adalog.calibration.partial import Partial
 from adalog.calibration.replay import Masks, Replay, random_mask
 from adalog.calibration.schedule import Progress, coded, coded_list
-from adalog.calibration.training import GroupInTraining, Side, confine, regulariser_at_once, shares_of_means
+from adalog.calibration.training import GroupInTraining, RoundedAtOnce, Side, confine
 from adalog.choices import Reconstruction
 from adalog.device import multiplies_bfloat16, waits_for_launches
 from adalog.graph.operations import FAKE_QUANTIZE
@@ -315,7 +315,7 @@ class BlockInTraining:
         )
         trained = [value for group in parameters for value in group["params"]]
         masks = Masks(self._choices.drop, self._generators[0])
-        shares = shares_of_means(self._groups) if self._choices.weights == "adaround" else None
+        rounded = RoundedAtOnce(self._groups)
 
         def step() -> None:
             numbers = draws.index_select(0, row)[0]
@@ -323,10 +323,11 @@ class BlockInTraining:
             row.add_(1)
             masks.renew()
             with torch.enable_grad():
-                program = self._rewritten([(each.group, each.soft()) for each in self._groups])
+                h = rounded.renew()
+                program = self._rewritten([(each.group, each.soft(h)) for each in self._groups])
                 loss = self._loss(program, numbers, self._choices.drop, masks.take) / unit
-                if shares is not None:
-                    loss = loss + weight * regulariser_at_once(self._groups, exponent, shares)
+                if h:
+                    loss = loss + weight * rounded.regulariser(exponent)
                 if not loss.requires_grad:  # for example if the block ends in a comparison
                     loss = loss + 0 * trained[0].sum()
             found = torch.autograd.grad(loss, trained, materialize_grads=True)

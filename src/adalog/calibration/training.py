@@ -5,7 +5,7 @@ that are rounded with a straight-through gradient. The scales of activations, an
 trained as in LSQ (Esser et al., ICLR 2020). Their logarithm is trained, so that they stay positive.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,10 +60,11 @@ class Rounding:
             self.latent = place.clone().requires_grad_()
             self.log_scale = torch.zeros_like(quantizer.scale).requires_grad_()
 
-    def soft(self) -> QuantizedTensor:
-        """Return the weight for training; with AdaRound, its codes are not whole numbers."""
+    def soft(self, h: Tensor | None = None) -> QuantizedTensor:
+        """Return the weight for training; with AdaRound, its codes are not whole numbers. h: h(V), if it is known."""
         if self.log_scale is None:
-            return QuantizedTensor(self._floor + rectified_sigmoid(self.latent), self._quantizer)
+            h = rectified_sigmoid(self.latent) if h is None else h
+            return QuantizedTensor(self._floor + h, self._quantizer)
         return QuantizedTensor(round_ste(self.latent), self._scaled())
 
     @torch.no_grad()
@@ -96,7 +97,7 @@ class _Levels:
             torch.zeros_like(quantizer.scale).requires_grad_() if isinstance(quantizer, UniformQuantizer) else None
         )
 
-    def soft(self) -> Quantizer:
+    def soft(self, h: Tensor | None = None) -> Quantizer:
         found = replace(self._quantizer, scale=self._quantizer.scale * self.log_scale.exp())  # type: ignore[type-var]
         if self.moved is None or not isinstance(found, UniformQuantizer):
             return found
@@ -185,9 +186,9 @@ class GroupInTraining:
         found["biases"] += [] if self._bias is None else [self._bias]
         return found
 
-    def soft(self) -> Assignment:
-        """Return the assignment for training."""
-        return self._with(lambda side: side.soft())
+    def soft(self, h: Mapping[Side, Tensor] | None = None) -> Assignment:
+        """Return the assignment for training. h: AdaRound's h(V) by weight, if it is known."""
+        return self._with(lambda side: side.soft(None if h is None else h.get(side)))
 
     @torch.no_grad()
     def hard(self) -> Assignment:
@@ -215,17 +216,28 @@ class GroupInTraining:
         return [side for side in (self._left, self._right) if side is not None]
 
 
-def regulariser_at_once(groups: Sequence[GroupInTraining], exponent: float | Tensor, shares: Tensor) -> Tensor:
-    """Return the sum of all groups' regularisers in few operations. shares: from `shares_of_means`."""
-    latent = torch.cat([value.flatten() for value in _latent_codes(groups)])
-    return torch.dot(rounding_regulariser(rectified_sigmoid(latent), exponent), shares)
+class RoundedAtOnce:
+    """AdaRound's h(V) of all weights of some groups, computed together for an accelerator."""
 
+    def __init__(self, groups: Sequence[GroupInTraining]):
+        """Prepare the weights that are rounded up or down; other weights are left out."""
+        sides = [side for each in groups for side in each.sides if isinstance(side, Rounding)]
+        self._sides = [side for side in sides if side.log_scale is None]
+        self._counts = [side.latent.numel() for side in self._sides]
+        shares = [side.latent.new_full((side.latent.numel(),), 1 / side.latent.numel()) for side in self._sides]
+        self._shares = torch.cat(shares) if shares else None  # of each value in the mean over its weight
+        self._h: Tensor | None = None
 
-def shares_of_means(groups: Sequence[GroupInTraining]) -> Tensor:
-    """Return the share that each latent value has in the mean over its weight, for all weights in a row."""
-    latent = _latent_codes(groups)
-    return torch.cat([value.new_full((value.numel(),), 1 / value.numel()) for value in latent])
+    def renew(self) -> dict[Side, Tensor]:
+        """Compute h(V) for a step, and return it by weight."""
+        if self._shares is None:
+            return {}
+        self._h = rectified_sigmoid(torch.cat([side.latent.flatten() for side in self._sides]))
+        parts = zip(self._sides, self._h.split(self._counts), strict=True)
+        return {side: part.view(side.latent.shape) for side, part in parts}
 
-
-def _latent_codes(groups: Sequence[GroupInTraining]) -> list[Tensor]:
-    return [side.latent for each in groups for side in each.sides if isinstance(side, Rounding)]
+    def regulariser(self, exponent: Tensor) -> Tensor | float:
+        """Return the sum over the weights of AdaRound's regulariser."""
+        if self._h is None or self._shares is None:
+            return 0.0
+        return torch.dot(rounding_regulariser(self._h, exponent), self._shares)

@@ -203,8 +203,8 @@ class Quantizer(ABC):
         """Return the same as `fake_quantize`, with gradients of the scale and the zero point."""
         above = self.kept_offset
         with torch.no_grad():
-            hat = self._nearest(x)
-            inside = _one_where(torch.eq, torch.clamp(x, *self.bounds()), x)
+            hat, low, high = self._nearest_and_bounds(x)
+            inside = _one_where(torch.eq, torch.clamp(x, low, high), x)
             if kept is not None:
                 hat.lerp_(x + above if above else x, kept)
                 torch.maximum(inside, kept, out=inside)
@@ -214,6 +214,10 @@ class Quantizer(ABC):
             x, self.scale, self.parameters().get("zero_point"), hat, inside, error
         )
         return made
+
+    def _nearest_and_bounds(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x_hat and the result of `bounds`."""
+        return self._nearest(x), *self.bounds()
 
     @property
     def origin(self) -> float | None:
