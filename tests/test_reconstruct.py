@@ -1,5 +1,6 @@
 """Reconstruction by gradients: its gradients against finite differences, its states, and what it does for a model."""
 
+import gc
 import itertools
 import json
 import math
@@ -563,6 +564,22 @@ def test_a_recorded_step_does_what_the_step_does(pool, spoilt, monkeypatch, chan
     assert block._replay.recorded
     assert all(map(torch.equal, got, wanted))
     assert not torch.equal(got[0], states(block_of(*spoilt, pool[:24], **changes), 7)[0])
+
+
+@pytest.mark.parametrize("weights", ["latent", "adaround"])
+def test_nothing_of_a_step_that_gradients_need_outlives_it(pool, spoilt, monkeypatch, weights):
+    """Nodes that accumulate gradients would lead from a recording to the stream of the steps before it."""
+    like_an_accelerator(monkeypatch, graphs=False)
+    steps = block_of(*spoilt, pool[:24], weights=weights).steps(1.0)
+    next(steps)
+    gc.collect()
+    gc.disable()
+    try:
+        next(steps)
+        made = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+        assert not [each.shape for each in made if each.grad_fn is not None]
+    finally:
+        gc.enable()
 
 
 def test_a_step_that_cannot_be_recorded_runs_on_as_it_was(pool, spoilt, monkeypatch):

@@ -306,6 +306,7 @@ class BlockInTraining:
                 [*(group["lr"] * _rate(step / last) for group in parameters), *_weighted((step + 1) / last)]
                 for step in range(last)
             ],
+            dtype=torch.float32,
             device=device,
         )
         row, now = torch.zeros(1, dtype=torch.int64, device=device), table[0].clone()
@@ -315,7 +316,7 @@ class BlockInTraining:
         )
         trained = [value for group in parameters for value in group["params"]]
         masks = Masks(self._choices.drop, self._generators[0])
-        rounded = RoundedAtOnce(self._groups)
+        rounding = RoundedAtOnce(self._groups)
 
         def step() -> None:
             numbers = draws.index_select(0, row)[0]
@@ -323,11 +324,11 @@ class BlockInTraining:
             row.add_(1)
             masks.renew()
             with torch.enable_grad():
-                h = rounded.renew()
-                program = self._rewritten([(each.group, each.soft(h)) for each in self._groups])
+                h = rounding.rounded()
+                program = self._rewritten([(each.group, each.soft(rounding.by_weight(h))) for each in self._groups])
                 loss = self._loss(program, numbers, self._choices.drop, masks.take) / unit
-                if h:
-                    loss = loss + weight * rounded.regulariser(exponent)
+                if h is not None:
+                    loss = loss + weight * rounding.regulariser(h, exponent)
                 if not loss.requires_grad:  # for example if the block ends in a comparison
                     loss = loss + 0 * trained[0].sum()
             found = torch.autograd.grad(loss, trained, materialize_grads=True)

@@ -6,6 +6,7 @@ place, and no number of the step may come from the processor.
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -135,10 +136,16 @@ def record(step: Callable[[], None], generator: torch.Generator) -> Graph:
     graph.register_generator_state(generator)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()  # the graph has memory of its own
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    with torch.cuda.stream(_stream(device)):
         graph.capture_begin()
         try:
             step()
         finally:
             graph.capture_end()
     return graph
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for recordings: always the same one, because libraries keep memory for each stream."""
+    return torch.cuda.Stream(device)

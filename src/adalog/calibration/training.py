@@ -226,18 +226,20 @@ class RoundedAtOnce:
         self._counts = [side.latent.numel() for side in self._sides]
         shares = [side.latent.new_full((side.latent.numel(),), 1 / side.latent.numel()) for side in self._sides]
         self._shares = torch.cat(shares) if shares else None  # of each value in the mean over its weight
-        self._h: Tensor | None = None
 
-    def renew(self) -> dict[Side, Tensor]:
-        """Compute h(V) for a step, and return it by weight."""
+    def rounded(self) -> Tensor | None:
+        """Return h(V) of all weights in a row, or None if there are no such weights."""
         if self._shares is None:
-            return {}
-        self._h = rectified_sigmoid(torch.cat([side.latent.flatten() for side in self._sides]))
-        parts = zip(self._sides, self._h.split(self._counts), strict=True)
-        return {side: part.view(side.latent.shape) for side, part in parts}
+            return None
+        return rectified_sigmoid(torch.cat([side.latent.flatten() for side in self._sides]))
 
-    def regulariser(self, exponent: Tensor) -> Tensor | float:
-        """Return the sum over the weights of AdaRound's regulariser."""
-        if self._h is None or self._shares is None:
+    def by_weight(self, h: Tensor | None) -> dict[Side, Tensor]:
+        """Return the result of `rounded` for each weight."""
+        parts = [] if h is None else h.split(self._counts)
+        return {side: part.view(side.latent.shape) for side, part in zip(self._sides, parts, strict=True)}
+
+    def regulariser(self, h: Tensor | None, exponent: Tensor) -> Tensor | float:
+        """Return the sum over the weights of AdaRound's regulariser. h: the result of `rounded`."""
+        if h is None or self._shares is None:
             return 0.0
-        return torch.dot(rounding_regulariser(self._h, exponent), self._shares)
+        return (rounding_regulariser(h, exponent) * self._shares).sum()
