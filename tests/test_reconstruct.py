@@ -652,7 +652,7 @@ def test_an_accelerator_takes_all_images_at_once_and_several_ranks_take_shares(p
     assert len(block_of(*searched, pool[:24])._shares(numbers)) == 6
     like_an_accelerator(monkeypatch)
     assert len(block_of(*searched, pool[:24])._shares(numbers)) == 1
-    assert len(block_of(*searched, pool[:24], ranks=Ranks(world=2))._shares(numbers)) == 6
+    assert len(block_of(*searched, pool[:24], ranks=Ranks(world=2))._shares(numbers)) == 2
 
 
 # --- SQNRs and errors that a reconstruction reports -------------------------------------------------------------------

@@ -5,7 +5,8 @@ that it gets once all blocks before it are quantized and trained. In each step, 
 replaced by the float network's values, and a random share of the values that its quantizers see is not quantized
 (QDrop, Wei et al., ICLR 2022). The block may be the whole model, so that its parts compensate for each other's errors.
 
-`training` defines the trained parts of an assignment. The processes of one job share the images of each step.
+`training` defines the trained parts of an assignment. The processes of one job share the images of each step. A single
+process on an accelerator takes them at once and in few operations, and `replay` replays these as one graph.
 """
 
 import math
@@ -96,9 +97,10 @@ def reconstructed(
 
     losses: the errors of a block's output, by name. memory: bytes for the values of both networks held at a time, as in
     `Blocks`. The following always comes on top: a block's inputs and outputs on all images, the weights of its errors,
-    the training state of its weights, and the values that gradients need on four images. With the scope "model", all of
-    this counts for the whole model. partial: finished blocks are read from it, and the first rank adds new ones. ranks:
-    all of them compute the values of both networks, and they share the images of each step and of each evaluation.
+    the training state of its weights, and the values that gradients need on four images, or on all images of a step on
+    an accelerator. With the scope "model", all of this counts for the whole model. partial: finished blocks are read
+    from it, and the first rank adds new ones. ranks: all of them compute the values of both networks, and they share
+    the images of each step and of each evaluation.
     """
     current, device = list(assigned), images[0].device
     share = None if memory is None else memory // 2
@@ -399,7 +401,7 @@ class BlockInTraining:
         """Split the images of a step into shares that do not depend on the number of ranks, if there are several."""
         if self._at_once or not self._apart:
             return [numbers]
-        return numbers.split(_SHARE if numbers.device.type == "cpu" else _SHARE_OF_ACCELERATOR)
+        return numbers.split(_SHARE_OF_ACCELERATOR if waits_for_launches(numbers.device) else _SHARE)
 
     @torch.no_grad()
     def _measured(self, assigned: Assigned) -> list[tuple[SiteGroup, Assignment]]:
