@@ -4,7 +4,9 @@ import gc
 import itertools
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.nn import functional as F
 
 import adalog
 from adalog import METHODS, Calibration, Config, Correction, QuantizedModel, Reconstruction, Search
+from adalog.calibration import replay
 from adalog.calibration.block_errors import picked
 from adalog.calibration.blocks import Blocks
 from adalog.calibration.gradients import BATCH, hessian_probe, mean_distance, squared_gradients
@@ -31,7 +34,7 @@ from adalog.graph.sites import find_blocks, find_spans
 from adalog.quantizers import LogQuantizer, QuantizedTensor, UniformQuantizer
 from adalog.ranks import ALONE, Ranks
 from adalog.study.evaluate import predict
-from recorded import Operations, like_an_accelerator, record
+from recorded import Operations, like_an_accelerator, record, without_data
 from stored import deserialise, serialise
 from toys import TOKENS, Toy, tokens_config
 from zoo import timm_vit
@@ -613,23 +616,66 @@ def test_training_on_an_accelerator_lowers_the_error_and_records_again_after_a_r
     assert len(recorded) == block._error.renewals  # the first one, and one after each renewal but the last
 
 
+class TracedGraph:
+    """In place of a CUDA graph: what it is asked for."""
+
+    asked: ClassVar[list[str]] = []
+
+    def __getattr__(self, name):
+        return lambda *_: self.asked.append(name)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_recording_ends_whatever_happens(monkeypatch, fails):
+    """In the order that CUDA asks for: the generator is registered first, and the stream is idle."""
+    asked = TracedGraph.asked
+    asked.clear()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", TracedGraph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(asked.append(stream)))
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: asked.append(name))
+    replay._stream.cache_clear()
+
+    def step():
+        asked.append("step")
+        if fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted") if fails else nullcontext():
+        replay.record(step, torch.Generator())
+    replay._stream.cache_clear()
+    assert asked == [
+        *("register_generator_state", "synchronize", "empty_cache", "side"),
+        *("capture_begin", "step", "capture_end"),
+    ]
+
+
 @pytest.mark.parametrize("weights", ["latent", "adaround"])
 @pytest.mark.parametrize("batch", [8, 32])
 def test_a_step_on_an_accelerator_is_few_operations_and_waits_for_none(monkeypatch, weights, batch):
-    """For a block of the architecture of DeiT-T, at any width and number of tokens."""
-    like_an_accelerator(monkeypatch, graphs=False)
+    """For a block of the architecture of DeiT-T, at any width and number of tokens.
+
+    Without data no value can be asked for, and on the CPU the optimizer counts too.
+    """
     monkeypatch.setattr("adalog.calibration.reconstruct.multiplies_bfloat16", lambda device: True)
     images = normal(40, 3, 32, 32).float()
     calibration = Calibration(timm_vit(depth=1).eval(), images[:4])
     assigned = calibration.assign(replace(LOW, images=4, activation_bits=4))
-    block = block_of(calibration, assigned, images, weights=weights, batch=batch, drop=0.5)
-    steps = block.steps(1.0)
-    next(steps)
-    with Operations() as operations:
-        next(steps)
-    assert operations.computing.total() <= 450
-    assert operations.waiting == {}
-    assert operations.computing["random_"] == 1
+    for absent in (True, False):
+        with monkeypatch.context() as patch:
+            if not absent:
+                like_an_accelerator(patch, graphs=False)
+            block = block_of(calibration, assigned, images, weights=weights, batch=batch, drop=0.5)
+            block = without_data(block, patch) if absent else block
+            steps = block.steps(1.0)
+            next(steps)
+            with Operations() as operations:
+                next(steps)
+        assert operations.computing.total() <= 450
+        assert operations.waiting == {}
+        assert operations.computing["random_"] == 1
+        assert list(operations.devices) == ["meta" if absent else "cpu"]
 
 
 def test_the_masks_of_a_step_are_views_of_one_draw():
