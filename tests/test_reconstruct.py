@@ -1,12 +1,9 @@
 """Reconstruction by gradients: its gradients against finite differences, its states, and what it does for a model."""
 
 import gc
-import itertools
 import json
 import math
-from contextlib import nullcontext
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -17,13 +14,12 @@ from torch.nn import functional as F
 
 import adalog
 from adalog import METHODS, Calibration, Config, Correction, QuantizedModel, Reconstruction, Search
-from adalog.calibration import replay
 from adalog.calibration.block_errors import picked
 from adalog.calibration.blocks import Blocks
 from adalog.calibration.gradients import BATCH, hessian_probe, mean_distance, squared_gradients
 from adalog.calibration.partial import Partial
 from adalog.calibration.reconstruct import BlockInTraining, reconstructed
-from adalog.calibration.replay import Masks, random_mask
+from adalog.calibration.replay import random_mask
 from adalog.calibration.training import GroupInTraining, Rounding, _Levels, confine, rectified_sigmoid
 from adalog.calibration.training import rounding_regulariser as regulariser
 from adalog.config import LOSSES
@@ -616,41 +612,6 @@ def test_training_on_an_accelerator_lowers_the_error_and_records_again_after_a_r
     assert len(recorded) == block._error.renewals  # the first one, and one after each renewal but the last
 
 
-class TracedGraph:
-    """In place of a CUDA graph: what it is asked for."""
-
-    asked: ClassVar[list[str]] = []
-
-    def __getattr__(self, name):
-        return lambda *_: self.asked.append(name)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_recording_ends_whatever_happens(monkeypatch, fails):
-    """In the order that CUDA asks for: the generator is registered first, and the stream is idle."""
-    asked = TracedGraph.asked
-    asked.clear()
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", TracedGraph)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(asked.append(stream)))
-    for name in ("synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: asked.append(name))
-    replay._stream.cache_clear()
-
-    def step():
-        asked.append("step")
-        if fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-    with pytest.raises(RuntimeError, match="not permitted") if fails else nullcontext():
-        replay.record(step, torch.Generator())
-    replay._stream.cache_clear()
-    assert asked == [
-        *("register_generator_state", "synchronize", "empty_cache", "side"),
-        *("capture_begin", "step", "capture_end"),
-    ]
-
-
 @pytest.mark.parametrize("weights", ["latent", "adaround"])
 @pytest.mark.parametrize("batch", [8, 32])
 def test_a_step_on_an_accelerator_is_few_operations_and_waits_for_none(monkeypatch, weights, batch):
@@ -676,21 +637,6 @@ def test_a_step_on_an_accelerator_is_few_operations_and_waits_for_none(monkeypat
         assert operations.waiting == {}
         assert operations.computing["random_"] == 1
         assert list(operations.devices) == ["meta" if absent else "cpu"]
-
-
-def test_the_masks_of_a_step_are_views_of_one_draw():
-    """From the second step on; a step that takes more draws the rest alone."""
-    masks, sizes = Masks(0.25, torch.Generator().manual_seed(0)), ((3, 50), (7, 11), (400,))
-    draws = []
-    for count in (2, 2, 3, 3):
-        masks.renew()
-        taken = [masks.take(torch.zeros(size, dtype=torch.float64)) for size in sizes[:count]]
-        assert [(each.shape, each.dtype) for each in taken] == [(size, torch.float64) for size in sizes[:count]]
-        together = torch.cat([each.flatten() for each in taken])
-        assert set(together.unique().tolist()) == {0.0, 1.0}
-        assert float(together.mean()) == pytest.approx(0.25, abs=0.1)
-        draws.append(together[:227])
-    assert not any(torch.equal(one, other) for one, other in itertools.combinations(draws, 2))
 
 
 def test_an_accelerator_takes_all_images_at_once_and_several_ranks_take_shares(pool, searched, monkeypatch):
