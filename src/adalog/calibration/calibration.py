@@ -36,7 +36,7 @@ from adalog.calibration.stages import check_images, staged
 from adalog.calibration.values import even_out_values
 from adalog.choices import Correction
 from adalog.config import Config
-from adalog.device import default_memory
+from adalog.device import default_memory, waits_for_launches
 from adalog.errors import CalibrationError
 from adalog.graph.capture import Sizes, batched, capture, take
 from adalog.graph.modules import float_module
@@ -164,7 +164,7 @@ class Calibration:
             raise CalibrationError(f"{type(model).__name__} has no multiplication that can be quantized")
         self._blocks = find_blocks(self.program)
         self._memory = memory = default_memory(self.images[0].device) if memory is None else memory
-        self._one_by_one = self.images[0].device.type == "cpu"  # whose cache holds the candidates of one product
+        self._one_by_one = not waits_for_launches(self.images[0].device)
         self._shapes = trace(self.program, self.images)
         self._requests = {each.name: request_of(self.program, each, self.sites, self._shapes) for each in self.groups}
         self._observed = Observed(self.program, self.images, self._shapes, self._requests.values(), memory // 2)

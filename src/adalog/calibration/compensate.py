@@ -35,6 +35,7 @@ from adalog.calibration.judge import output_errors
 from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Progress
 from adalog.choices import Correction
+from adalog.device import waits_for_launches
 from adalog.errors import CalibrationError, one_line
 from adalog.graph.convolution import conv_geometry, patches
 from adalog.graph.program import Node, Program
@@ -518,7 +519,7 @@ def rounded(target: Tensor, form: Tensor, levels: Quantizer) -> tuple[Tensor, Qu
         levels = _least_squares(target, form, codes, levels)
         codes = _swept(target, form, codes, levels)
         # After that, sweeps change nothing. Other devices do all of them, because reading a comparison would wait.
-        if codes.device.type == "cpu" and torch.equal(codes, before):
+        if not waits_for_launches(codes.device) and torch.equal(codes, before):
             break
     return codes, _least_squares(target, form, codes, levels)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adalog.device import waits_for_launches
 from adalog.errors import CalibrationError
 from adalog.graph.operations import aten
 from adalog.graph.program import Node, Program, leaves_of
@@ -113,7 +114,7 @@ def squared_gradients(
     ]
     dimensions = _image_dimensions(program, images, names)
     draw = len(images[0]) if dimensions is None else BATCH
-    batch = draw if images[0].device.type == "cpu" else max(draw, _BATCH_OF_ACCELERATOR)
+    batch = max(draw, _BATCH_OF_ACCELERATOR) if waits_for_launches(images[0].device) else draw
     statistics = {ref.name for node in program.nodes if node.op in _NORMALISED for ref in node.args[3:5] if ref}
     leaves = {name: value.detach() if name in statistics else _leaf(value) for name, value in program.tensors.items()}
     free = replace(program, tensors=leaves)

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adalog.device import waits_for_launches
+
 
 @dataclass(frozen=True)
 class Distinct:
@@ -32,7 +34,7 @@ class Distinct:
         points on an accelerator, for which a wait would take longer than the equal points.
         """
         count, dims, *groups = points.shape
-        if count == 1 or dims > 2 or points.dtype != torch.float32 or points.device.type != "cpu":
+        if count == 1 or dims > 2 or points.dtype != torch.float32 or waits_for_launches(points.device):
             counts = torch.full(groups, count, device=points.device)
             places = torch.arange(count, device=points.device).view(-1, *(1 for _ in groups))
             return Distinct(points, counts, places.expand(count, *groups))

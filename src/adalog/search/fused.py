@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from adalog.device import waits_for_launches
 from adalog.quantizers import uniform_fake_quantize
 from adalog.quantizers.elementwise import KINDS, compiled, sizes_around
 
@@ -85,7 +86,7 @@ def table_errors(values: Tensor, bins: Tensor, tables: Tensor, dtype: torch.dtyp
     function = _function("table_errors", dtype, values, tables) if fit else None
     result = _empty(len(tables), values, dtype)
     values, bins, tables = values.contiguous(), bins.contiguous(), tables.contiguous()
-    if function is None and values.device.type != "cpu":  # one launch for all candidates
+    if function is None and waits_for_launches(values.device):  # one launch for all candidates
         return tables.index_select(1, bins.view(-1)).view(result.shape).sub_(values).to(dtype)
     if function is None:
         for table, put in zip(tables, result, strict=True):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from adalog.device import chunk_elements, multiplies_bfloat16
+from adalog.device import chunk_elements, multiplies_bfloat16, waits_for_launches
 from adalog.quantizers import at_least_float32
 from adalog.search.distinct import Distinct
 from adalog.search.fused import products, sums
@@ -272,7 +272,7 @@ class ProductError:
         together. On an accelerator, which would have to wait for the numbers of distinct candidates, all are scored.
         """
         whole = self.loss_by(errors)
-        by_rows = self._has_own_rows and not self.stacked and self.left.device.type == "cpu"
+        by_rows = self._has_own_rows and not self.stacked and not waits_for_launches(self.left.device)
         together = max(_ROWS_TOGETHER, -(-len(self.left) // _PARTS))
 
         def loss(points: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adalog.choices import Tables
+from adalog.device import waits_for_launches
 from adalog.quantizers import Assignment, LogQuantizer, QuantizedTensor, Quantizer, most_headroom
 from adalog.search.objective import Errors, ProductError
 from adalog.search.operand import Format, Operand
@@ -92,19 +93,16 @@ def _losses(error: ProductError, candidates: Sequence[tuple[LogQuantizer, ...]])
     def errors(values: Tensor) -> Errors:
         def added(numbers: Tensor, dtype: torch.dtype) -> Tensor:
             some = [candidates[number] for number in numbers.tolist()]
-            if values.device.type == "cpu" and not error.stacked:
+            if not (error.stacked or waits_for_launches(values.device)):
                 return torch.stack([first.fake_quantize(values).sub_(values).to(dtype) for (first,) in some])
             return _nearest(values, some).sub_(values).to(dtype)
 
         return added
 
-    numbers = torch.arange(len(candidates))
-    if error.left.device.type == "cpu":
-        losses = [error.loss_by(errors)(number) for number in numbers.split(1)]
-        found = torch.cat(losses)
-    else:
-        found = error.loss_by(errors)(numbers)
-    return found.view(len(candidates), -1).tolist()
+    size = len(candidates) if waits_for_launches(error.left.device) else 1
+    losses = [error.loss_by(errors)(numbers) for numbers in torch.arange(len(candidates)).split(size)]
+    by_product: list[list[float]] = torch.cat(losses).view(len(candidates), -1).tolist()
+    return by_product
 
 
 def _nearest(values: Tensor, candidates: Sequence[tuple[LogQuantizer, ...]]) -> Tensor:
