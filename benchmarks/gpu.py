@@ -207,6 +207,7 @@ def short(name: str) -> str:
 
 def measure_kernels(name: str, model: nn.Module, images: Tensor, config: Config) -> Iterator[dict[str, Any]]:
     """Yield the kernels of the search, those of the correction too, and then also what both ask of the device."""
+    adalog.quantize(build(name, 1).to(images.device), images, config)  # loads and compiles the kernels
     calibration = Calibration(model, images)
     found: dict[str, Any] = {"model": short(name), "groups": len(calibration.groups)}
     # The calibration keeps the result of the search, so the second one is the correction alone.
