@@ -12,6 +12,7 @@ import emulated
 from adalog import Calibration, Correction, Search, device, load
 from adalog.calibration import calibration
 from adalog.calibration.blocks import BATCH, Blocks
+from adalog.calibration.shared import Shared
 from adalog.graph.capture import capture
 from adalog.graph.program import Program
 from adalog.graph.sites import find_blocks
@@ -87,13 +88,15 @@ def test_calibration_never_computes_in_tf32(tf32, tiniest, images, fast, monkeyp
 
     for name in ENTRIES:
         monkeypatch.setattr(calibration, name, recorded(name, getattr(calibration, name)))
-    monkeypatch.setattr(Search, "search_product", recorded("search_product", Search.search_product))
-    monkeypatch.setattr(Product, "output_power", recorded("output_power", Product.output_power))
+    methods = {"search_product": Search, "output_power": Product, "probe": Shared}
+    for name, of in methods.items():
+        monkeypatch.setattr(of, name, recorded(name, getattr(of, name)))
     made = Calibration(tiniest, images)
+    made.probe(torch.ones(4, 10))
     config = replace(fast, stages=(Correction(images=4),))
     made.output_error(made.quantize(config).program)
     made.evaluate(next(made.iter_search(fast)), fast)
-    assert found == {name: {(FULL, FULL)} for name in (*ENTRIES, "search_product", "output_power")}
+    assert found == {name: {(FULL, FULL)} for name in (*ENTRIES, *methods)}
     assert precision() == (FAST, FAST)
 
 
