@@ -8,7 +8,8 @@ random. The parts are, in the order in which they are measured:
 
 - quantization: for each model, the seconds of quantization by the method `adalog` the first time, those of each part of
   it again, and the peak of GPU memory.
-- steps: the milliseconds of a training step of one block of the first model, by the number of images in a step.
+- steps: the milliseconds of a training step of one block of the first model, cut to --blocks blocks, by the number of
+  images in a step.
 - evaluation: images per second of the first model: in float, by fake quantization, and by the executor `torch`. Batches
   have --batch images, and as many as an evaluation takes by default.
 - agreement: on how many evaluation images of the bundled model the executor `torch`, and fake quantization on the
@@ -351,7 +352,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=32)
     parser.add_argument("--fitted", type=int, default=1000, help="images that the reconstruction fits")
     parser.add_argument("--batch", type=int, default=64, help="images at a time in evaluation")
-    parser.add_argument("--blocks", type=int, default=2, help="blocks of the first model whose SQNR is compared")
+    parser.add_argument("--blocks", type=int, default=2, help="blocks of the first model, where it is cut")
     parser.add_argument("--backend", default="inductor", help="the backend of torch.compile")
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu.json")
     given = parser.parse_args()
@@ -386,7 +387,7 @@ def main() -> None:
             rows.append(measure_quantization(each, build(each).to(device), images, config))
             keep("rows", rows)
     if "steps" in wanted:
-        keep("steps", measure_steps(first, noise(_STEP_IMAGES, size, device), config))
+        keep("steps", measure_steps(build(name, given.blocks).to(device), noise(_STEP_IMAGES, size, device), config))
     if "evaluation" in wanted:
         rows = []
         for choices in (config, wide):
