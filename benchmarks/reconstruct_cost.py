@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import timm
 import torch
 import typer
-from torch import Tensor
+from torch import Tensor, nn
 
 from adalog import Calibration, Config, Reconstruction, Search
 from adalog.calibration.blocks import Blocks
@@ -55,12 +56,8 @@ def float_pass(program: Program, given: Mapping[str, Tensor]) -> Callable[[], No
     return run
 
 
-def main(steps: int = 15, images: int = 32, seed: int = 0, json: Path = RESULTS / "reconstruct-cost.json") -> None:
-    """Measure the CPU seconds of one step of reconstruction, compared with a pass of the float block."""
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    model = timm.create_model(MODEL, pretrained=False, depth=2).eval()
-    noise = torch.randn(images * 8 // 7 + 1, 3, 224, 224)  # every eighth image evaluates the block
+def block_in_training(model: nn.Module, noise: Tensor, choices: Reconstruction, seed: int = 0) -> BlockInTraining:
+    """Return a block of a model before its training, with quantizers at W4A4 from a short search on two images."""
     config = replace(Config.preset("w4a4"), images=2, search=Search(rounds=1, steps=1, rough_rows=0), stages=())
     calibration = Calibration(model, noise[:2], seed=seed)
     assigned = calibration.assign(config)
@@ -69,8 +66,39 @@ def main(steps: int = 15, images: int = 32, seed: int = 0, json: Path = RESULTS 
     quantized = Blocks(rewritten(calibration.program, assigned), [noise], blocks, like=floats)
     names = {node.name for node in floats.nodes(NUMBER).nodes}
     here = [(group, found) for group, found in assigned if set(group.nodes) <= names]
-    choices = Reconstruction(images=len(noise), iterations=steps + 1, batch=images)
-    block = BlockInTraining(calibration.program, floats, quantized, NUMBER, here, choices, seed)
+    return BlockInTraining(calibration.program, floats, quantized, NUMBER, here, choices, seed)
+
+
+def time_steps(
+    model: nn.Module, noise: Tensor, batch: int, wait: Callable[[], object], steps: int = 30, warm: int = 6
+) -> dict[str, Any]:
+    """Return the milliseconds of a step of reconstruction of one block, on the device of the model and the noise.
+
+    wait: waits for the device. warm: the number of first steps that are not timed; a GPU records a graph in the fourth.
+    """
+    choices = Reconstruction(images=len(noise), iterations=warm + steps + 1, batch=batch)
+    block = block_in_training(model, noise, choices)
+    taken = block.steps(1.0)
+    for _ in range(warm):
+        next(taken)
+    wait()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        next(taken)
+    wait()
+    seconds = time.perf_counter() - begun
+    recorded = block._replay is not None and block._replay.recorded
+    return {"batch": batch, "ms_per_step": round(1000 * seconds / steps, 2), "recorded": recorded}
+
+
+def main(steps: int = 15, images: int = 32, seed: int = 0, json: Path = RESULTS / "reconstruct-cost.json") -> None:
+    """Measure the CPU seconds of one step of reconstruction, compared with a pass of the float block."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    model = timm.create_model(MODEL, pretrained=False, depth=2).eval()
+    noise = torch.randn(images * 8 // 7 + 1, 3, 224, 224)  # every eighth image evaluates the block
+    block = block_in_training(model, noise, Reconstruction(images=len(noise), iterations=steps + 1, batch=images), seed)
+    floats = block._blocks
     first = {name: value[:images] for name, value in floats.inputs(NUMBER).items()}
     plain, taken = float_pass(floats.cut(NUMBER, count=images), first), block.steps(1.0)
     next(taken)  # the first call costs more, so it is not timed

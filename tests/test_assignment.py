@@ -303,7 +303,7 @@ def test_a_start_stays_where_searches_go_wrong(small, fast, monkeypatch):
     start = small.assign(config)
 
     def wrong(operand, other, other_hat, search, incumbent, *, nearby=False):
-        return incumbent * 5, 1.0
+        return incumbent * 5, torch.tensor(1.0, dtype=torch.float64)
 
     monkeypatch.setattr(bounds, "_search_operand", wrong)
     after = small.assign(config, start=start)

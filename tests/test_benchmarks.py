@@ -392,6 +392,10 @@ def test_reconstruct(tiny_demo, result_of, monkeypatch):
 def test_reconstruct_cost(tiny_timm, quick_presets, result_of):
     result = result_of(reconstruct_cost, "--steps", 1, "--images", 2, "--json", "cost.json")
     assert result["ratio"] > 0
+    model, noise = reconstruct_cost.timm.create_model("any").eval(), torch.randn(5, 3, 224, 224)
+    timed = reconstruct_cost.time_steps(model, noise, 2, lambda: None, steps=1, warm=1)
+    assert timed["ms_per_step"] > 0
+    assert not timed["recorded"]  # on the CPU
 
 
 def test_runtime(tiny_demo, result_of):

@@ -25,8 +25,9 @@ from adalog.quantizers import (
     log_thresholds,
     uniform_fake_quantize,
 )
-from adalog.search import bounds, product
-from adalog.search.bounds import Search, best_ranges, minimise, point_of, search_channels, search_own
+from adalog.search import bounds
+from adalog.search.bounds import Search, best_ranges, minimise, point_of, search_own
+from adalog.search.bounds import search_channels as search_stacked_channels
 from adalog.search.objective import ProductError
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
@@ -85,6 +86,26 @@ def test_error_never_rises_however_rough_the_candidates(problem, monkeypatch):
     errors = [error_of(found_by(left, right, replace(SMALL, rounds=rounds)), left, right) for rounds in (1, 2, 3)]
     assert errors[1] <= errors[0] * (1 + 1e-12)
     assert errors[2] <= errors[1] * (1 + 1e-12)
+
+
+@every_problem
+def test_products_are_searched_together_as_alone(problem, monkeypatch):
+    left, right = problem()
+    factors = 1.0, 0.3, 2.0
+    products = [
+        Product(
+            "linear", replace(left, values=left.values * factor), replace(right, values=right.values.roll(index, 0))
+        )
+        for index, factor in enumerate(factors)
+    ]
+    search = replace(SMALL, rounds=2, rough_rows=0)
+    alone = [search.search_product(each) for each in products]
+    together = search.search_together(products)
+    for one, other in zip(alone, together, strict=True):
+        assert other.sqnr == pytest.approx(one.sqnr, abs=1e-3)
+        assert other.left.scale.shape == one.left.scale.shape
+        assert weight_of(other).scale.shape == weight_of(one).scale.shape
+        torch.testing.assert_close(other.left.scale, one.left.scale, rtol=1e-6, atol=0)
 
 
 @pytest.mark.slow
@@ -200,9 +221,9 @@ def test_the_right_operand_is_first_searched_against_the_left_one_by_its_own_err
     seen = []
     of = adalog.search.bounds.ProductError.of
 
-    def recorded(values, exact, hat, *rest):
+    def recorded(values, exact, hat, *rest, **options):
         seen.append((values, hat))
-        return of(values, exact, hat, *rest)
+        return of(values, exact, hat, *rest, **options)
 
     monkeypatch.setattr(adalog.search.bounds.ProductError, "of", recorded)
     found_by(left, right, ONE_ROUND)
@@ -448,6 +469,12 @@ def test_bases_stay_in_their_range(q_min, q_max, exponent, expected):
 OWN, DEVIATIONS = (replace(SEARCH, fold_ranges=ranges) for ranges in ("own", "deviations"))
 
 
+def search_channels(values, width, search):
+    """The scales and zero points of one norm, (C,) each."""
+    scale, zero_point = search_stacked_channels(values[None], width, search)
+    return scale[0], zero_point[0]
+
+
 def channels():
     """A LayerNorm's output: channels of different width and place, with outliers, and one that never moves."""
     values = normal(300, 6, seed=1) * torch.tensor([0.1, 1, 3, 10, 1, 0]) + torch.tensor([0.0, 2, -3, 20, 0, 0])
@@ -498,7 +525,7 @@ def test_the_best_ranges_have_the_smallest_error_on_later_rows(width, changed):
         added = uniform_fake_quantize(values[300:], scale, zero_point, width) - values[300:]
         errors[search.fold_ranges] = float((added.double() @ weight.double().t()).square().sum())
     best = min(errors, key=errors.get)
-    assert best_ranges(values, width, SEARCH, weight) == best
+    assert best_ranges(values[None], width, SEARCH, weight[None]) == [best]
     fold, shared = SEARCH.fold_channels(values, width, weight)
     expected = replace(SEARCH, fold_ranges=best).fold_channels(values, width, weight)[0]
     assert shared is None
@@ -643,9 +670,9 @@ def test_each_row_keeps_the_point_of_less_loss():
 
 
 @pytest.mark.parametrize("after", [points(BAD, BAD, BAD), points(SHIFTED, BAD, SHIFTED)], ids=["worse", "equal"])
-def test_the_point_before_is_the_very_same_where_no_row_gets_better(after):
+def test_the_point_before_stays_where_no_row_gets_better(after):
     given, before = random_linear(), points(GOOD, GOOD, GOOD)
-    assert bounds._better(of_weight(given), given.right, after, before)[0] is before
+    assert torch.equal(bounds._better(of_weight(given), given.right, after, before)[0], before)
 
 
 @pytest.mark.parametrize("rough_rows", [0, 10])
@@ -674,7 +701,7 @@ def with_start_times(monkeypatch, factor):
     given = random_linear()
 
     def finds(operand, other, other_hat, search, incumbent, *, nearby=False):
-        return incumbent * factor if factor != 1 else incumbent, 1.0
+        return incumbent * factor, torch.tensor(1.0, dtype=torch.float64)
 
     def quantizer(scale, shape):
         return UniformQuantizer(torch.full(shape, scale).double(), torch.full(shape, 8.0).double(), 4)
@@ -703,25 +730,6 @@ def test_a_start_goes_where_the_search_finds_something_better(monkeypatch):
     assert found.sqnr > start.sqnr + 0.1
     assert found.left is not start.left
     assert found.right is not start.right
-
-
-@pytest.mark.parametrize(
-    ("exact", "changes"),
-    [
-        (lambda first: abs(float(first.scale) - 1.13), True),
-        (lambda first: 0.0, False),
-        (lambda first: -abs(float(first.scale) - 1.13), False),
-    ],
-    ids=["better", "equal", "worse"],
-)
-def test_a_table_takes_another_scale_only_if_the_exact_error_is_less(exact, changes):
-    """The rough error asks for the scale 1.13 each time."""
-    left = Operand(normal(20, 8).abs(), Format(4, log2_base=(0, R)))
-    quantizer = LogQuantizer(torch.tensor(1.0, dtype=torch.float64), 20, R, 4)
-    second = UniformQuantizer(torch.tensor(0.1, dtype=torch.float64), torch.tensor(8.0, dtype=torch.float64), 4)
-    found = product._tabled(left, quantizer, second, 8, lambda first: abs(float(first.scale) - 1.13), exact)
-    assert found.width == 8
-    assert float(found.scale) == (1.13 if changes else 1.0)
 
 
 def test_a_search_can_start_from_symmetric_weights_alone():

@@ -1,6 +1,7 @@
 """Calibration of a whole model: layers that are called several times, and what is refused."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -304,3 +305,60 @@ def test_a_site_with_many_rows_is_searched_on_a_part_of_them(tiniest, monkeypatc
     assert reasons.keys() <= {row.site for row in part.ledger}
     output = tiniest(images).detach()
     assert decibels(part(images), output) > decibels(whole(images), output) - 1
+
+
+# --- groups that are searched together -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stacking(tiny, images):
+    """A calibration that searches as on an accelerator."""
+    calibration = Calibration(tiny, images)
+    calibration._one_by_one = False
+    return calibration
+
+
+def test_groups_of_the_same_shapes_are_searched_together(stacking, calibration, fast):
+    stacks = [[group.name for group in stack] for stack in stacking._stacks(stacking.groups, fast)]
+    assert sorted(chain.from_iterable(stacks)) == sorted(group.name for group in stacking.groups)
+    assert ["blocks.0.mlp.fc2", "blocks.1.mlp.fc2"] in stacks
+    assert ["blocks.0.attn.qk", "blocks.1.attn.qk"] in stacks
+    assert max(map(len, stacks)) == 2
+    assert all(len(stack) == 1 for stack in calibration._stacks(calibration.groups, fast))
+
+
+def test_pinned_bits_part_a_stack(stacking, fast):
+    pinned = replace(fast, pinned=(("blocks.1.mlp.fc2", 8),))
+    stacks = [[group.name for group in stack] for stack in stacking._stacks(stacking.groups, pinned)]
+    assert ["blocks.0.mlp.fc2"] in stacks
+    assert ["blocks.0.attn.qk", "blocks.1.attn.qk"] in stacks
+
+
+def test_little_memory_parts_a_stack(stacking, fast, monkeypatch):
+    monkeypatch.setattr(stacking, "_memory", 2)
+    assert all(len(stack) == 1 for stack in stacking._stacks(stacking.groups, fast))
+
+
+@pytest.mark.parametrize("changes", [{}, {"search": Search(rounds=2)}, {"post_gelu": "log2"}], ids=str)
+def test_what_is_searched_together_is_as_good_as_alone(stacking, calibration, changes):
+    config = Config(images=4, stages=(), **changes)
+    alone, together = calibration.assign(config), stacking.assign(config)
+    off = []
+    for (group, one), (other_group, other) in zip(alone, together, strict=True):
+        assert group.name == other_group.name
+        assert type(one.left) is type(other.left)
+        assert (one.fold is None) == (other.fold is None)
+        off.append(other.sqnr - one.sqnr)
+    assert abs(sum(off)) / len(off) < 0.05
+    assert min(off) > -0.5
+    calibration.build_program(together, config)  # their quantizers have the shapes that a program takes
+
+
+def test_a_search_together_goes_on_from_a_partial_file(stacking, tiny, images, fast, tmp_path):
+    whole = stacking.assign(fast, partial=tmp_path / "whole")
+    lines = (tmp_path / "whole").read_bytes().splitlines(keepends=True)
+    (tmp_path / "part").write_bytes(b"".join(lines[: len(lines) // 2]))
+    again = Calibration(tiny, images)
+    again._one_by_one = False
+    found = again.assign(fast, partial=tmp_path / "part")
+    assert [each.sqnr for _, each in found] == [each.sqnr for _, each in whole]

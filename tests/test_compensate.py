@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import adalog
-from adalog import Calibration, CalibrationError, Config, Correction, QuantizedModel, Search
+import emulated
+from adalog import Calibration, CalibrationError, Config, Correction, QuantizedModel, Search, library
 from adalog.calibration import compensate
 from adalog.calibration.blocks import Blocks
 from adalog.calibration.compensate import (
@@ -32,6 +33,7 @@ from adalog.calibration.judge import logit_error
 from adalog.graph.rewrite import rewritten
 from adalog.graph.sites import find_pieces
 from adalog.quantizers import UniformQuantizer
+from adalog.quantizers.elementwise import codes_in_turn
 from adalog.study.evaluate import predict
 from stored import deserialise, serialise
 from toys import Toy
@@ -129,6 +131,25 @@ def test_the_ridge_is_the_one_that_serves_other_rows():
     assert chosen_ridge(noise, Moments.of(others, others @ start.mT), start) >= 1
 
 
+@pytest.mark.parametrize("definite", [True, False])
+def test_the_ridge_has_the_least_error_of_all(definite):
+    """Also if rounding made some forms indefinite, so that more than the ridge has to be added."""
+    x, held, start = correlated(400, 64)[None], correlated(100, 64, seed=7)[None], normal(1, 3, 64, seed=6)
+    if not definite:
+        x[..., :4] = held[..., :4] = 1e5 * torch.arange(1, 5)
+        x[..., :4] *= normal(400, 1)
+    fit, other = (Moments.of(rows, rows @ normal(1, 3, 64).mT) for rows in (x, held))
+    if not definite:
+        rounding = 1e-5 * float(fit.xx.diagonal(dim1=1, dim2=2).max()) * torch.eye(64).double()
+        fit = replace(fit, xx=fit.xx - rounding)
+    origin = fit.means()
+    inside, outside = (moments.about(*origin) for moments in (fit, other))
+    failed = torch.linalg.cholesky_ex(compensate._with_ridge(inside, 1e-4 * compensate._variance(inside))).info.any()
+    assert bool(failed) != definite
+    errors = {ridge: float(outside.error(_target(inside, start, ridge)).sum()) for ridge in compensate._RIDGES}
+    assert chosen_ridge(fit, other, start) == min(errors, key=errors.get)
+
+
 # --- the codes -------------------------------------------------------------------------------------------------------
 
 
@@ -183,6 +204,30 @@ def test_blocks_of_inputs_change_nothing(block, monkeypatch):
     torch.testing.assert_close(found.scale, other.scale, rtol=1e-9, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(1, 3, 150), (2, 40, 64), (5, 1, 9), (1, 1, 1), (1, 70, 65)])
+def test_compiled_codes_are_those_of_the_loop(shape, monkeypatch):
+    """Not only the codes: so is what the scales are fitted to."""
+    x, target, quantizer = normal(shape[0], 300, shape[2]), normal(*shape, seed=5), levels(*shape[:2], bits=3)
+    form = x.mT @ x
+
+    def run():
+        codes = _in_turn(target, form, quantizer)
+        found, fitted = rounded(target, form, quantizer)
+        return codes, _swept(target, form, codes, quantizer), found, fitted.scale
+
+    results = []
+
+    def recorded(*given):
+        results.append(codes_in_turn(*given))
+        return results[-1]
+
+    monkeypatch.setattr(compensate, "codes_in_turn", recorded)
+    compiled = run()
+    assert all((result is None) == (library.load()[0] is None) for result in results)
+    monkeypatch.setattr(compensate, "codes_in_turn", lambda *_: None)
+    assert all(map(torch.equal, compiled, run()))
+
+
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_sweeps_leave_the_codes_that_they_are_given(outputs):
     """Or they would seem to have changed none."""
@@ -227,6 +272,31 @@ def test_grouped_rows_are_chosen_apart():
         alone = rounded(target[group : group + 1], form[group : group + 1], levels(1, 3))
         assert torch.equal(alone[0][0], together[0][group])
         assert torch.allclose(alone[1].scale[0], together[1].scale[group])
+
+
+def test_a_fit_hardly_waits_for_a_device():
+    """It reads the errors of all ridges at once, and whether the two forms are positive definite."""
+    x, y, start, weights = correlated(90, 70)[None], normal(1, 90, 4), normal(1, 4, 70, seed=1), normal(90).square()
+    quantizer = levels(1, 4, bits=3)
+
+    def fit(x, y, start, weights, quantizer):
+        inside, outside = (Moments.of(x[:, part], y[:, part], weights[part]) for part in (slice(60), slice(60, 90)))
+        ridge = chosen_ridge(inside, outside, start)
+        target, (form, _) = _target(inside, start, ridge), _form(inside, 0.1)
+        codes, found = rounded(target, form, quantizer)
+        return ridge, codes, found.scale * compensate._gain(inside, target, inside.y / inside.count)
+
+    ridge, codes, scale = fit(x, y, start, weights, quantizer)
+    with emulated.device() as put:
+        given = [put(value) for value in (x, y, start, weights)]
+        there = quantizer.map(put)
+        with emulated.counted() as counts:
+            found = fit(*given, there)
+        assert found[0] == ridge
+        assert torch.equal(found[1].cpu(), codes)
+        assert torch.allclose(found[2].cpu(), scale)
+    assert counts["wait"] <= 3, counts.told
+    assert counts["copy"] == 0, counts.told
 
 
 # --- a whole model ---------------------------------------------------------------------------------------------------
@@ -523,7 +593,7 @@ def test_outputs_keep_their_power():
     def gain(y, rows=500):
         moments = Moments.of(x[:, :rows], y[:, :rows])
         means = moments.means()
-        return compensate._gain(moments.about(*means), weight, means[1])
+        return float(compensate._gain(moments.about(*means), weight, means[1]))
 
     assert gain(y) == pytest.approx(float((y.var(1).sum() / (x @ weight.mT).var(1).sum()).sqrt()))
     assert gain(0.1 * y) == 0.5

@@ -167,6 +167,13 @@ def test_a_graphics_card_computes_as_much_as_its_memory_allows(cuda, monkeypatch
     assert device.chunk_elements(CUDA) == 1 << 20  # never fewer than on a processor
 
 
+def test_the_default_memory_is_a_quarter_of_a_graphics_card(monkeypatch):
+    assert device.default_memory(CPU) == 2 << 30
+    for total, expected in ((80 << 30, 20 << 30), (4 << 30, 2 << 30)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, total=total: (0, total))
+        assert device.default_memory(CUDA) == expected
+
+
 @pytest.mark.parametrize(("generation", "able"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
 def test_graphics_cards_multiply_bfloat16_from_one_generation_on(monkeypatch, generation, able):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: generation)

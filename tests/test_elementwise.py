@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from adalog import library
+from adalog.calibration.compensate import _row_by_row
 from adalog.quantizers import LogQuantizer, UniformQuantizer, elementwise
 from strategies import R
 
@@ -197,7 +198,8 @@ def test_a_library_without_clones_rounds_alike(tmp_path):
     source = Path(elementwise.__file__).with_suffix(".cpp")
     flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-DNO_CLONES"]
     subprocess.run([compiler, *flags, str(source), "-o", str(built)], check=True)
-    function = ctypes.CDLL(str(built)).adalog_nearest_uniform
+    alone = ctypes.CDLL(str(built))
+    function = alone.adalog_nearest_uniform
     function.argtypes, function.restype = elementwise._FAKE_QUANTIZATION["nearest_uniform"], None
     ties = (torch.arange(-200, 200) / 2) * 0.25
     x = torch.cat([normal((9000,), 0), torch.tensor(SPECIAL), ties, 1e6 * normal((400,), 1)])
@@ -208,6 +210,13 @@ def test_a_library_without_clones_rounds_alike(tmp_path):
     wanted = elementwise.nearest_uniform(x, scale, zero_point, 4)
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+    in_turn = alone.adalog_codes_in_turn
+    in_turn.argtypes, in_turn.restype = elementwise._CORRECTION["codes_in_turn"], None
+    problem = block(2, 9, 40, True, 0)
+    wanted = chosen(problem, elementwise.codes_in_turn)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(elementwise, "_functions", lambda: {"codes_in_turn": in_turn})
+        assert all(map(torch.equal, chosen(problem, elementwise.codes_in_turn), wanted))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -215,3 +224,64 @@ def test_other_types_are_left_to_pytorch(dtype):
     x, one = torch.ones(4, 20, dtype=dtype), torch.tensor(1.0)
     assert elementwise.nearest_uniform(x, one, one, 4) is None
     assert UniformQuantizer(one, one, 4).fake_quantize(x).dtype == dtype
+
+
+# --- codes in turn ---------------------------------------------------------------------------------------------------
+
+
+def block(groups, rows, outputs, swept, seed, bits=3):
+    """The arguments of `codes_in_turn` but for the codes, for rows in the middle of a larger problem."""
+    left, base, x = (normal((groups, rows + 7, width), seed + width).double() for width in (outputs, outputs, 90))
+    scale, zero_point = (value.detach().double() for value in parameters((groups, 1, outputs), bits, seed))
+    span = range(4, 4 + rows)
+    return left, (x @ x.mT).mT, base if swept else None, (scale, zero_point), bits, span
+
+
+def chosen(problem, function):
+    """The codes and what the rows moved; rows that were not chosen have the code -1."""
+    codes = torch.full_like(problem[0], -1)
+    moved = function(*problem, codes)
+    return codes, moved
+
+
+def row_by_row(left, form, base, parameters, bits, rows, codes):
+    return _row_by_row(left.clone(), form, base, UniformQuantizer(*parameters, bits), rows, codes)
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 64), st.sampled_from([1, 5, 31, 32, 33, 100]), st.booleans(), st.integers(0, 999)
+)
+def test_codes_in_turn_are_those_of_pytorch(groups, rows, outputs, swept, seed):
+    problem = block(groups, rows, outputs, swept, seed)
+    (codes, moved), (codes_there, moved_there) = (
+        chosen(problem, function) for function in (elementwise.codes_in_turn, row_by_row)
+    )
+    assert torch.equal(codes, codes_there)
+    assert torch.equal(moved, moved_there)
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_special_values_in_turn_are_those_of_pytorch(swept):
+    special = torch.tensor([*SPECIAL, 1e300, -1e300, 0.25, 0.75, 1.25], dtype=torch.float64)
+    left, form, _, _, bits, rows = block(2, 12, len(special), swept, 0)
+    left[:, rows.start] = special
+    base = special.expand_as(left).contiguous() if swept else None
+    scale = torch.full((2, 1, len(special)), 0.5, dtype=torch.float64)
+    problem = left, form, base, (scale, -torch.zeros_like(scale)), bits, rows
+    for found, there in zip(chosen(problem, elementwise.codes_in_turn), chosen(problem, row_by_row), strict=True):
+        assert torch.equal(found.isnan(), there.isnan())
+        assert torch.equal(found.nan_to_num(), there.nan_to_num())
+        assert torch.equal(found.nan_to_num().signbit(), there.nan_to_num().signbit())
+
+
+def test_other_blocks_of_rows_are_left_to_pytorch():
+    left, form, base, (scale, zero_point), bits, rows = block(2, 65, 6, True, 0)
+    some, one = range(3, 40), torch.ones(1, 1, 1, dtype=torch.float64)
+    assert chosen((left, form, base, (scale, zero_point), bits, some), elementwise.codes_in_turn)[1] is not None
+    for problem in (
+        (left, form, base, (scale, zero_point), bits, rows),  # 65 rows
+        (left, form, base, (one, one), bits, some),
+        (left.mT.contiguous().mT, form, base, (scale, zero_point), bits, some),
+        (left.float(), form, base, (scale, zero_point), bits, some),
+    ):
+        assert chosen(problem, elementwise.codes_in_turn)[1] is None

@@ -23,7 +23,8 @@ from adalog.quantizers import (
 from adalog.runtime import integer, reference
 from adalog.runtime.integer import products
 from adalog.search.operand import Format, Operand
-from adalog.search.product import Product, with_table
+from adalog.search.product import Product
+from adalog.search.tables import with_table
 from strategies import bits, normal, q, seeds
 from whole_numbers import (
     EXECUTORS,

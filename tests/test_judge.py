@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import emulated
 from adalog import Calibration, Config, Search
 from adalog.calibration import judge
 from adalog.calibration.blocks import Blocks
@@ -49,6 +50,16 @@ def test_the_relative_error_is_that_at_the_best_factor():
     assert relative_error(-exact, exact) == 1  # only positive factors
     assert relative_error(torch.zeros(2, 2), torch.zeros(2, 2)) == 0
     assert relative_error(torch.zeros(2, 2), torch.ones(2, 2)) == 1
+
+
+@pytest.mark.parametrize(("error", "waits"), [(logit_error, 2), (relative_error, 1)])
+def test_errors_hardly_wait_for_a_device(error, waits):
+    values, exact = normal(5, 8), normal(5, 8, seed=1)
+    with emulated.device() as put:
+        given = put(values), put(exact)
+        with emulated.counted() as counts:
+            assert error(*given) == error(values, exact)
+    assert counts == {"wait": waits}, counts.told
 
 
 @pytest.mark.parametrize("head", [True, False])

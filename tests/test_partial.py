@@ -16,9 +16,9 @@ import torch
 import adalog
 from adalog import Calibration, Config, Correction, DataError, Search
 from adalog.baselines import BlockRefinement, Evolution, ScaleSearch, SplitUniformQuantizer, TwinUniformQuantizer
-from adalog.calibration.calibration import MEMORY
 from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Scratch
+from adalog.device import default_memory
 from adalog.inputs.demo.model import DemoViT
 from adalog.quantizers import Assignment, Fold, LogQuantizer, QuantizedTensor, UniformQuantizer
 from adalog.search.operand import Format, Operand
@@ -330,7 +330,8 @@ def search_in_little_memory():
     search = Search(init=(4, 2), parents=1, steps=0, rounds=1)
     search.search_product(Product("linear", small, right))  # what only starting costs
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY // 2, used + MEMORY // 2))
+    more = default_memory(torch.device("cpu")) // 2
+    resource.setrlimit(resource.RLIMIT_AS, (used + more, used + more))
     sys.stdout.write(str(search.search_product(Product("linear", left, right)).sqnr))
 
 

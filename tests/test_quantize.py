@@ -17,7 +17,8 @@ from adalog.calibration.calibration import digest
 from adalog.config import power_law_format
 from adalog.quantizers import QuantizedTensor
 from adalog.search.operand import Format, Operand
-from adalog.search.product import Product, with_table
+from adalog.search.product import Product
+from adalog.search.tables import with_table
 from stored import serialise
 from toys import TOKENS, Toy, decibels, tokens_config
 

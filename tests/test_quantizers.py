@@ -688,6 +688,7 @@ CASES = {
     "split": (SplitUniformQuantizer(f64(0.01), f64(0.12), BITS), by_hand_split, 0.0, 1.0),
     "split that sums": (SplitUniformQuantizer(f64(0.01), f64(0.12), BITS, True), by_hand_split, 0.0, 1.0),
 }
+on_any_device = pytest.mark.parametrize("accelerator", [False, True], ids=["processor", "accelerator"])
 every_case = pytest.mark.parametrize(("quantizer", "by_hand", "low", "high"), CASES.values(), ids=CASES)
 
 
@@ -848,9 +849,11 @@ def test_a_logarithmic_scale_has_its_rounding_error_inside_and_its_end_outside()
 # --- values that stay exact ------------------------------------------------------------------------------------------
 
 
+@on_any_device
 @every_case
-def test_values_that_are_kept_stay_and_take_no_part(quantizer, by_hand, low, high):
+def test_values_that_are_kept_stay_and_take_no_part(quantizer, by_hand, low, high, accelerator, monkeypatch):
     """QDrop: the gradient by x is 1 where a value is kept, and the parameters' are those of the other values alone."""
+    monkeypatch.setattr("adalog.quantizers.quantizer.waits_for_launches", lambda device: accelerator)
     x, weight = normal(3, 400) * (high - low), normal(3, 400, seed=1)
     kept = (torch.rand(3, 400, generator=torch.Generator().manual_seed(2)) < 0.3).to(x)
 
@@ -890,10 +893,12 @@ class Whole(torch.autograd.Function):
         return gradient.masked_fill(below | beyond, 0), *sums, None, None
 
 
+@on_any_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @every_case
-def test_gradients_in_slices_are_those_of_the_whole(quantizer, by_hand, low, high, dtype, monkeypatch):
+def test_gradients_in_slices_are_those_of_the_whole(quantizer, by_hand, low, high, dtype, accelerator, monkeypatch):
     """To float rounding, also where values lie in memory in another order."""
+    monkeypatch.setattr("adalog.quantizers.quantizer.waits_for_launches", lambda device: accelerator)
     monkeypatch.setattr("adalog.quantizers.quantizer._SLICE_ELEMENTS", 100)
     quantizer = quantizer.map(lambda value: value.to(dtype))
     x, weight = ((normal(*shape, seed=seed) * 2).to(dtype) for shape, seed in (((350, 3, 2), 0), ((2, 3, 350), 1)))

@@ -1,5 +1,6 @@
 """Reconstruction by gradients: its gradients against finite differences, its states, and what it does for a model."""
 
+import gc
 import json
 import math
 from dataclasses import replace
@@ -17,8 +18,9 @@ from adalog.calibration.block_errors import picked
 from adalog.calibration.blocks import Blocks
 from adalog.calibration.gradients import BATCH, hessian_probe, mean_distance, squared_gradients
 from adalog.calibration.partial import Partial
-from adalog.calibration.reconstruct import BlockInTraining, _kept, reconstructed
-from adalog.calibration.training import GroupInTraining, Rounding, _Levels, rectified_sigmoid
+from adalog.calibration.reconstruct import BlockInTraining, reconstructed
+from adalog.calibration.replay import random_mask
+from adalog.calibration.training import GroupInTraining, Rounding, _Levels, confine, rectified_sigmoid
 from adalog.calibration.training import rounding_regulariser as regulariser
 from adalog.config import LOSSES
 from adalog.graph.capture import capture
@@ -26,9 +28,12 @@ from adalog.graph.program import Ref
 from adalog.graph.rewrite import rewritten
 from adalog.graph.sites import find_blocks, find_spans
 from adalog.quantizers import LogQuantizer, QuantizedTensor, UniformQuantizer
+from adalog.ranks import ALONE, Ranks
 from adalog.study.evaluate import predict
+from recorded import Operations, like_an_accelerator, record, without_data
 from stored import deserialise, serialise
 from toys import TOKENS, Toy, tokens_config
+from zoo import timm_vit
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 SHORT = Search(rounds=1, steps=1, rough_rows=0)
@@ -115,7 +120,7 @@ def test_latent_codes_stay_among_the_codes():
     rounding = Rounding(stored(torch.tensor([[0, 3]], dtype=torch.uint8)), normal(1, 2), Reconstruction())
     with torch.no_grad():
         rounding.latent.copy_(torch.tensor([[-7.0, 9.0]]))
-    rounding.confine()
+    confine([rounding])
     assert rounding.latent.tolist() == [[0, 3]]
     assert rounding.hard().codes.tolist() == [[0, 3]]
 
@@ -145,14 +150,14 @@ def spoilt(searched):
     return calibration, [(group, replace(found, right=moved(found.right))) for group, found in assigned]
 
 
-def block_of(calibration, assigned, images, number=1, **changes):
+def block_of(calibration, assigned, images, number=1, ranks=ALONE, **changes):
     choices = replace(STAGE, **changes)
     blocks = find_blocks(calibration.program)
     floats = Blocks(calibration.program, [images], blocks)
     quantized = Blocks(rewritten(calibration.program, assigned), [images], blocks, like=floats)
     names = set(blocks[number].nodes)
     here = [(group, found) for group, found in assigned if group.first.node.name in names]
-    return BlockInTraining(calibration.program, floats, quantized, number, here, choices, seed=0, losses=LOSSES)
+    return BlockInTraining(calibration.program, floats, quantized, number, here, choices, 0, ranks, losses=LOSSES)
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -234,12 +239,12 @@ def test_a_share_of_values_stays_exact(pool, searched):
     exact = [(group, replace(found, right=None)) for group, found in block._assigned if group.first.role == "linear"]
     numbers = torch.arange(4)
     program, generator = rewritten(block._nodes, exact), torch.Generator().manual_seed(0)
-    nearly = float(block._loss(program, numbers, 1 - 1e-6, generator))
+    nearly = float(block._loss(program, numbers, 1 - 1e-6, lambda x: random_mask(x, 1 - 1e-6, generator)))
     assert nearly < 1e-3 * float(block._loss(program, numbers))
-    kept = _kept(torch.zeros(3, 13_335), 0.25, generator)
+    kept = random_mask(torch.zeros(3, 13_335), 0.25, generator)
     assert set(kept.unique().tolist()) == {0.0, 1.0}
     assert float(kept.mean()) == pytest.approx(0.25, abs=0.01)
-    assert not torch.equal(kept, _kept(kept, 0.25, generator))
+    assert not torch.equal(kept, random_mask(kept, 0.25, generator))
 
 
 @pytest.mark.parametrize("able", [False, True])
@@ -527,6 +532,121 @@ def test_what_no_gradient_reaches_is_reconstructed_as_it_was(loss):
     assert dict(zip(sorted(before.weights), same, strict=True))["other.weight"]
 
 
+# --- on an accelerator ------------------------------------------------------------------------------------------------
+
+
+def states(block, count=8):
+    """Every trained tensor after some steps."""
+    steps = block.steps(1.0)
+    for _ in range(count):
+        next(steps)
+    return [value.detach().clone() for each in block._groups for some in each.trained().values() for value in some]
+
+
+ON_ACCELERATOR = [
+    {"drop": 0.5},
+    {"weights": "adaround", "rate": 0.1, "iterations": 12},
+    {"drop": 0.0, "loss": "output"},
+    {"batch": 21},
+    {"loss": "low-rank", "biases": False},
+]
+
+
+@pytest.mark.parametrize("changes", ON_ACCELERATOR)
+def test_a_recorded_step_does_what_the_step_does(pool, spoilt, monkeypatch, changes):
+    """Also with other images, masks, learning rates and exponents in each replay."""
+    like_an_accelerator(monkeypatch, graphs=False)
+    wanted = states(block_of(*spoilt, pool[:24], **changes))
+    like_an_accelerator(monkeypatch)
+    block = block_of(*spoilt, pool[:24], **changes)
+    got = states(block)
+    assert block._replay.recorded
+    assert all(map(torch.equal, got, wanted))
+    assert not torch.equal(got[0], states(block_of(*spoilt, pool[:24], **changes), 7)[0])
+
+
+@pytest.mark.parametrize("weights", ["latent", "adaround"])
+def test_nothing_of_a_step_that_gradients_need_outlives_it(pool, spoilt, monkeypatch, weights):
+    """Nodes that accumulate gradients would lead from a recording to the stream of the steps before it."""
+    like_an_accelerator(monkeypatch, graphs=False)
+    steps = block_of(*spoilt, pool[:24], weights=weights).steps(1.0)
+    next(steps)
+    gc.collect()
+    gc.disable()
+    try:
+        next(steps)
+        made = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+        assert not [each.shape for each in made if each.grad_fn is not None]
+    finally:
+        gc.enable()
+
+
+def test_a_step_that_cannot_be_recorded_runs_on_as_it_was(pool, spoilt, monkeypatch):
+    like_an_accelerator(monkeypatch, graphs=False)
+    wanted = states(block_of(*spoilt, pool[:24]))
+    like_an_accelerator(monkeypatch)
+    tries = []
+
+    def fails(step, generator):
+        tries.append(generator)
+        generator.manual_seed(1)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr("adalog.calibration.replay.record", fails)
+    block = block_of(*spoilt, pool[:24])
+    assert all(map(torch.equal, states(block), wanted))
+    assert not block._replay.recorded
+    assert len(tries) == 1
+
+
+@pytest.mark.parametrize("weights", ["latent", "adaround"])
+def test_training_on_an_accelerator_lowers_the_error_and_records_again_after_a_renewal(
+    pool, spoilt, monkeypatch, weights
+):
+    like_an_accelerator(monkeypatch)
+    recorded = []
+    monkeypatch.setattr("adalog.calibration.replay.record", lambda *each: recorded.append(1) or record(*each))
+    block = block_of(*spoilt, pool[:24], weights=weights, rate=0.1, loss="low-rank")
+    before = block._judged(block._assigned)
+    assert block._judged(block.trained()) < 0.9 * before
+    assert len(recorded) == block._error.renewals  # the first one, and one after each renewal but the last
+
+
+@pytest.mark.parametrize("weights", ["latent", "adaround"])
+@pytest.mark.parametrize("batch", [8, 32])
+def test_a_step_on_an_accelerator_is_few_operations_and_waits_for_none(monkeypatch, weights, batch):
+    """For a block of the architecture of DeiT-T, at any width and number of tokens.
+
+    Without data no value can be asked for, and on the CPU the optimizer counts too.
+    """
+    monkeypatch.setattr("adalog.calibration.reconstruct.multiplies_bfloat16", lambda device: True)
+    images = normal(40, 3, 32, 32).float()
+    calibration = Calibration(timm_vit(depth=1).eval(), images[:4])
+    assigned = calibration.assign(replace(LOW, images=4, activation_bits=4))
+    for absent in (True, False):
+        with monkeypatch.context() as patch:
+            if not absent:
+                like_an_accelerator(patch, graphs=False)
+            block = block_of(calibration, assigned, images, weights=weights, batch=batch, drop=0.5)
+            block = without_data(block, patch) if absent else block
+            steps = block.steps(1.0)
+            next(steps)
+            with Operations() as operations:
+                next(steps)
+        assert operations.computing.total() <= 450
+        assert operations.waiting == {}
+        assert operations.computing["random_"] == 1
+        assert list(operations.devices) == ["meta" if absent else "cpu"]
+
+
+def test_an_accelerator_takes_all_images_at_once_and_several_ranks_take_shares(pool, searched, monkeypatch):
+    numbers = torch.arange(24)
+    assert len(block_of(*searched, pool[:24])._shares(numbers)) == 6
+    like_an_accelerator(monkeypatch)
+    assert len(block_of(*searched, pool[:24])._shares(numbers)) == 1
+    assert len(block_of(*searched, pool[:24], ranks=Ranks(world=2))._shares(numbers)) == 2
+
+
 # --- SQNRs and errors that a reconstruction reports -------------------------------------------------------------------
 
 
@@ -599,7 +719,7 @@ def test_zero_points_stay_among_the_codes():
     levels = _Levels(UniformQuantizer(torch.tensor(0.5), torch.tensor(1.0), 2))
     for moved, wanted in ((-1.7, 0.0), (0.4, 1.0), (9.0, 3.0)):
         levels.moved.data.fill_(moved)
-        levels.confine()
+        confine([levels])
         assert float(levels.hard().zero_point) == wanted
         levels.moved.grad = None
         levels.soft().zero_point.backward()

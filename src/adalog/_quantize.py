@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from adalog.calibration.calibration import MEMORY, Calibration, digest
+from adalog.calibration.calibration import Calibration, digest
 from adalog.calibration.schedule import Progress
 from adalog.choices import check_whole
 from adalog.config import Config
@@ -34,7 +34,7 @@ def quantize(
     partial: Path | None = None,
     seed: int = 0,
     jobs: int = 1,
-    memory: int = MEMORY,
+    memory: int | None = None,
     sizes: Sizes = "fixed",
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
@@ -57,6 +57,7 @@ def quantize(
         seed: Seed of the random subset and of all random choices of the search.
         jobs: Number of sites that are searched at once, in threads. The result does not depend on it.
         memory: Bytes for operands and temporaries, on each rank, in addition to the model, the images and results.
+            Default: 2 GiB, or a quarter of the memory of the GPU that holds the images.
         sizes: "fixed", or "free" to let the quantized model take images of other heights and widths.
         progress: Called as `progress(done, total, name)` whenever a site or step is done.
         ranks: The processes that share the searches (`adalog.ranks.Ranks.of_environment()`). Each of them makes the

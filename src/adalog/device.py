@@ -14,7 +14,7 @@ _CPU_ELEMENTS = 1 << 20
 _ELEMENTS = 1 << 26
 # Most memory that one element needs: an operand's own error holds eight float64 numbers for each of four levels.
 _BYTES_OF_ELEMENT = 4 * 8 * 8
-_MEMORY = 2 << 30  # bytes; used if the device does not report its memory
+_MEMORY = 2 << 30  # bytes; used on a CPU, and if the device does not report its memory
 # The most images that an accelerator runs together. More do not make it faster, because it is busy already.
 _IMAGES = 256
 # The values of a forward take at most this part of the memory. Fake quantization makes temporaries of the same size.
@@ -90,6 +90,18 @@ def _processor_multiplies_bfloat16() -> bool:
     """Return True if this processor has AVX-512-BF16. PyTorch before 2.12 cannot tell, so this returns False there."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_bf16"))
+
+
+def default_memory(device: torch.device) -> int:
+    """Return the bytes for operands and temporaries if the caller sets no limit: a quarter of a GPU, else 2 GiB."""
+    if device.type != "cuda":
+        return _MEMORY
+    return max(_MEMORY, torch.cuda.mem_get_info(device)[1] // 4)
+
+
+def waits_for_launches(device: torch.device) -> bool:
+    """Return True if small operations cost their launch, as on accelerators, and not their values, as on CPUs."""
+    return device.type != "cpu"
 
 
 def usable_memory(device: torch.device) -> int:

@@ -151,4 +151,6 @@ def picked(blocks: Blocks, chunk: Chunk, numbers: Tensor) -> Chunk:
 
 def places(axis: tuple[int, int], numbers: Tensor) -> Tensor:
     """Return the positions of some images along their axis."""
+    if axis[1] == 1:
+        return numbers
     return (numbers[:, None] * axis[1] + torch.arange(axis[1], device=numbers.device)).flatten()

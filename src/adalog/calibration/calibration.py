@@ -36,7 +36,7 @@ from adalog.calibration.stages import check_images, staged
 from adalog.calibration.values import even_out_values
 from adalog.choices import Correction
 from adalog.config import Config
-from adalog.device import full_float32
+from adalog.device import default_memory, full_float32
 from adalog.errors import CalibrationError
 from adalog.graph.capture import Sizes, batched, capture, take
 from adalog.graph.modules import float_module
@@ -51,12 +51,12 @@ from adalog.quantizers import FLOAT_BITS, Assignment, Fold, UniformQuantizer
 from adalog.ranks import ALONE, Ranks
 from adalog.search.bounds import Search, uniform_is_closer
 from adalog.search.operand import Format
-from adalog.search.product import Product, with_table
+from adalog.search.product import Product
+from adalog.search.tables import with_tables
 from adalog.version import source_hash
 
 F = TypeVar("F", bound=Callable[..., Any])
 _HALVES = (torch.float16, torch.bfloat16)
-MEMORY = 2 << 30  # bytes: one half for the operands of the sites, the other for the temporaries of all searches
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Calibration:
         unlabelled: Images that stages after the search may fit, as `images`. Default: the calibration images.
         seed: Seed of all random choices of searches and stages.
         memory: Bytes, half for the operands and half for the temporaries of the searches. The model, the images and the
-            results take additional memory.
+            results take additional memory. Default: `device.default_memory`.
         sizes: "fixed", or "free" to let the quantized model take images of other heights and widths.
 
     Attributes:
@@ -148,7 +148,7 @@ class Calibration:
         *,
         unlabelled: Tensor | Sequence[Any] | None = None,
         seed: int = 0,
-        memory: int = MEMORY,
+        memory: int | None = None,
         sizes: Sizes = "fixed",
     ):
         inputs = _in_float32(batched(images))
@@ -164,7 +164,8 @@ class Calibration:
         if not self.sites:
             raise CalibrationError(f"{type(model).__name__} has no multiplication that can be quantized")
         self._blocks = find_blocks(self.program)
-        self._memory = memory
+        self._memory = memory = default_memory(self.images[0].device) if memory is None else memory
+        self._one_by_one = self.images[0].device.type == "cpu"  # whose cache holds the candidates of one product
         self._shapes = trace(self.program, self.images)
         self._requests = {each.name: request_of(self.program, each, self.sites, self._shapes) for each in self.groups}
         self._observed = Observed(self.program, self.images, self._shapes, self._requests.values(), memory // 2)
@@ -245,9 +246,14 @@ class Calibration:
         given = _given(start, self.groups)
         file = None if partial is None else Partial(Path(partial), self.fingerprint(config, given), ranks.rank)
         keys = {group.name: self._key(group, config) for group in self.groups if not given}
+
+        def search(groups: Sequence[SiteGroup]) -> list[Assignment]:
+            start = given.get(groups[0].name)
+            return [searched.assignment for searched in self._search_together(groups, config, start)]
+
         found = run_searches(
-            self._splits(),
-            lambda group: self._search(group, config, given.get(group.name)).assignment,
+            [[[group] for group in split] if given else self._stacks(split, config) for split in self._splits()],
+            search,
             known={name: self._assigned[key] for name, key in keys.items() if key in self._assigned},
             bytes_of={name: request.scratch for name, request in self._requests.items()},
             memory=self._memory // 2,
@@ -408,41 +414,67 @@ class Calibration:
 
     # --- one group ---
 
+    def _search(self, group: SiteGroup, whole: Config) -> Searched:
+        return self._search_together([group], whole)[0]
+
     @_alone
-    def _search(self, group: SiteGroup, whole: Config, start: Assignment | None = None) -> Searched:
-        """Search the group's product, or return the cached result; of several formats, keep the best SQNR."""
-        begun, seconds = time.thread_time(), 0.0
-        tried: list[Searched] = []
-        config, ordered = choices_of(group, whole), self._shared.ordered(whole)
-        fold, shared = self._fold(group, whole, ordered)
+    def _search_together(
+        self, groups: Sequence[SiteGroup], whole: Config, start: Assignment | None = None
+    ) -> list[Searched]:
+        """Search the products of groups that are alike (`_stacks`), or return cached results.
+
+        Of several formats, keep the best SQNR. start: only for a single group.
+        """
+        begun, seconds = time.thread_time(), [0.0] * len(groups)
+        tried: list[list[Searched]] = [[] for _ in groups]
+        config, order = choices_of(groups[0], whole), self._shared.order(whole)
+        folds = self._folds(groups, whole)
         if start is not None and isinstance(config.search, Search) and _fits(start, config):
-            fold = start.fold  # its quantizers belong to operands with this fold
-        for activation in formats_of(group.first, config):
-            product = self._product(group, config, fold, activation)
-            rare = tried and start is None and rarely_uniform(group.first)  # a start may be uniform
-            if rare and not _may_be_uniform(product, tried[0], config):
-                continue
-            formats = product.left.format, product.right.format
-            bits, order = None if fold is None else config.activation_bits, self._shared.order(whole)
-            key: Any = (group.name, *formats, config.search, bits, order)
-            tabled = (*key, config.tables)
-            if start is not None or key not in self._found:
-                if config.search.needs.squares:
-                    check_squares(group.name, product.left, product.right)
-                operands = ordered and operands_of(self.program, group, ordered, config, fold, activation)
-                given = replace(product, shared=shared, ordered=operands or None, start=start)
-                given = replace(given, **self._shared.wanted(group, self._requests[group.name].names, config))
-                self._found[key] = config.search.search_product(given)
-                self._found.pop(tabled, None)
-            if tabled not in self._found:
-                self._found[tabled] = with_table(product, self._found[key], config.tables)
-            tried.append(Searched(group, product, self._found[tabled]))
-            if start is not None:  # without a start these choices may find other quantizers
-                del self._found[key], self._found[tabled]
+            folds = [(start.fold, folds[0][1])]  # its quantizers belong to operands with this fold
+        cache = self._found if start is None else {}  # without a start these choices may find other quantizers
+        for activation in formats_of(groups[0].first, config):
+            products = [
+                self._product(group, config, fold, activation) for group, (fold, _) in zip(groups, folds, strict=True)
+            ]
+            members: Sequence[int] = range(len(groups))
+            if tried[0] and start is None and rarely_uniform(groups[0].first):  # a start may be uniform
+                members = _maybe_uniform(products, [results[0] for results in tried], config)
+            keys: dict[int, Any] = {}
+            for each in members:
+                formats = products[each].left.format, products[each].right.format
+                bits = None if folds[each][0] is None else config.activation_bits
+                keys[each] = (groups[each].name, *formats, config.search, bits, order)
+            missing = [each for each in members if keys[each] not in cache]
+            if missing:
+                asked = [self._with_needs(groups[each], products[each], folds[each][1], whole) for each in missing]
+                results = config.search.search_together([replace(product, start=start) for product in asked])
+                cache |= {keys[each]: assignment for each, assignment in zip(missing, results, strict=True)}
+            tabled: dict[int, Any] = {each: (*key, config.tables) for each, key in keys.items()}
+            missing = [each for each in members if tabled[each] not in cache]
+            if missing:
+                plain = [cache[keys[each]] for each in missing]
+                results = with_tables([products[each] for each in missing], plain, config.tables)
+                cache |= {tabled[each]: assignment for each, assignment in zip(missing, results, strict=True)}
             begun, spent = time.thread_time(), time.thread_time() - begun
-            self._seconds[tabled] = max(spent, self._seconds.get(tabled, 0.0))  # a cached assignment takes no time
-            seconds += self._seconds[tabled]
-        return replace(max(tried, key=lambda searched: searched.assignment.sqnr), seconds=seconds)
+            for each, key in tabled.items():
+                tried[each].append(Searched(groups[each], products[each], cache[key]))
+                # A cached assignment takes no time.
+                self._seconds[key] = max(spent / len(members), self._seconds.get(key, 0.0))
+                seconds[each] += self._seconds[key]
+        best = [max(results, key=lambda searched: searched.assignment.sqnr) for results in tried]
+        return [replace(searched, seconds=spent) for searched, spent in zip(best, seconds, strict=True)]
+
+    def _with_needs(
+        self, group: SiteGroup, product: Product, shared: UniformQuantizer | None, whole: Config
+    ) -> Product:
+        """Return the product with all that its search needs. shared: the quantizer that its fold's channels share."""
+        config, ordered = choices_of(group, whole), self._shared.ordered(whole)
+        left = product.left
+        if config.search.needs.squares:
+            check_squares(group.name, left, product.right)
+        operands = ordered and operands_of(self.program, group, ordered, config, product.fold, left.format)
+        needs = self._shared.wanted(group, self._requests[group.name].names, config)
+        return replace(product, shared=shared, ordered=operands or None, **needs)
 
     def _product(self, group: SiteGroup, config: Config, fold: Fold | None, activation: Format) -> Product:
         """Return the group's product, with its operands in the float network."""
@@ -451,25 +483,34 @@ class Calibration:
         rows = self._shared.rows(group, self._requests[group.name].names, config)
         return Product(group.first.role, left if rows is None else with_rows(left, rows), right, fold)
 
-    def _fold(
-        self, group: SiteGroup, whole: Config, ordered: Mapping[str, Tensor] | None
-    ) -> tuple[Fold | None, UniformQuantizer | None]:
-        """Return the fold of the group's norm and the quantizer that its channels share, or None for each."""
-        pair = group.pair
-        if pair is None or self._unfolded(pair, choices_of(group, whole)):
-            return None, None
-        search, bits = whole.search, whole.for_sites(pair.sites).activation_bits
-        key = ("fold", pair.norm.name, bits, search, self._shared.order(whole))
-        if key not in self._found:
+    def _folds(self, groups: Sequence[SiteGroup], whole: Config) -> list[tuple[Fold | None, UniformQuantizer | None]]:
+        """Return the fold of each group's norm and the quantizer that its channels share, or None for each."""
+        ordered = self._shared.ordered(whole)
+        keys: list[Any] = []
+        missing: dict[Any, dict[Any, tuple[Tensor, Tensor]]] = {}  # by bits and shapes, which are searched together
+        search = whole.search
+        for group in groups:
+            pair = group.pair
+            if pair is None or self._unfolded(pair, choices_of(group, whole)):
+                keys.append(None)
+                continue
+            bits = whole.for_sites(pair.sites).activation_bits
+            key = ("fold", pair.norm.name, bits, search, self._shared.order(whole))
+            keys.append(key)
+            if key in self._found:
+                continue
             seen = self._observed.seen(self._requests[group.name].names) if ordered is None else ordered
             read = {site.left for site in self.sites if site.name in pair.sites}
             values = joined([seen[name].flatten(0, -2) for name in sorted(read)], dim=0)
             rows = self._shared.rows(group, self._requests[group.name].names, whole)
             if rows is not None and len(rows) == len(values):
                 values = values[rows]
-            weights = [self.program.tensors[site.right] for site in self.sites if site.name in pair.sites]
-            self._found[key] = search.fold_channels(values, bits, torch.cat(weights))
-        return cast(tuple[Fold, UniformQuantizer | None], self._found[key])
+            weight = torch.cat([self.program.tensors[site.right] for site in self.sites if site.name in pair.sites])
+            missing.setdefault((bits, values.shape, weight.shape), {})[key] = values, weight
+        for (bits, *_), norms in missing.items():
+            values, weights = zip(*norms.values(), strict=True)
+            self._found |= dict(zip(norms, search.fold_together(values, bits, weights), strict=True))
+        return [(None, None) if key is None else self._found[key] for key in keys]
 
     # --- all groups ---
 
@@ -507,6 +548,36 @@ class Calibration:
         ordered = sorted(self.groups, key=lambda group: stage[group.name])
         return [list(groups) for _, groups in groupby(ordered, key=lambda group: stage[group.name])]
 
+    def _stacks(self, groups: Sequence[SiteGroup], config: Config) -> list[list[SiteGroup]]:
+        """Split groups into lists that are searched together.
+
+        On an accelerator, these are groups of the same shapes and choices, as many as the memory for temporaries
+        allows, because the number of operations decides how long a search takes there.
+        """
+        if self._one_by_one:
+            return [[group] for group in groups]
+        stacks: dict[Any, list[list[SiteGroup]]] = {}
+        for group in groups:
+            alike = stacks.setdefault(self._alike(group, config), [[]])
+            used = sum(self._requests[each.name].scratch for each in alike[-1])
+            if alike[-1] and used + self._requests[group.name].scratch > self._memory // 2:
+                alike.append([])
+            alike[-1].append(group)
+        return list(chain.from_iterable(stacks.values()))
+
+    def _alike(self, group: SiteGroup, config: Config) -> Any:
+        """Return a key: groups with the same key can be searched together."""
+        site, choices = group.first, choices_of(group, config)
+        if site.role == "conv":
+            return group.name
+        read = [*group.read, site.right] if site.role in ("qk", "av") else group.read
+        shapes = [tuple(self._shapes[name].shape) for name in read]
+        weights = [tuple(self.program.tensors[each.right].shape) for each in group.sites if each.role == "linear"]
+        headed = site.left in site.headed, site.right in site.headed
+        folded = group.pair is not None and not self._unfolded(group.pair, choices)
+        formats = tuple(formats_of(site, choices))
+        return site.role, *map(tuple, (shapes, weights, headed)), folded, formats, self._key(group, config)[1]
+
     def product(self, group: SiteGroup, assignment: Assignment, config: Config) -> Product:
         """Return the product of a group, with its operands in the float network.
 
@@ -522,10 +593,14 @@ class Calibration:
         return self._product(group, choices, assignment.fold, formats_of(group.first, choices)[0])
 
 
-def _may_be_uniform(product: Product, tried: Searched, config: Config) -> bool:
-    """Return True if a uniform quantizer is closer to the left operand's values than the one that was found."""
-    found = tried.assignment.left
-    return found is not None and uniform_is_closer(product.left, found, cast(Search, config.search))
+def _maybe_uniform(products: Sequence[Product], tried: Sequence[Searched], config: Config) -> list[int]:
+    """Return the numbers of the products whose left values a uniform quantizer fits better than the one found."""
+    found = {index: each.assignment.left for index, each in enumerate(tried) if each.assignment.left is not None}
+    if not found:
+        return []
+    operands = [products[index].left for index in found]
+    closer = uniform_is_closer(operands, list(found.values()), cast(Search, config.search))
+    return [index for index, uniform in zip(found, closer, strict=True) if uniform]
 
 
 def _given(start: Assigned, groups: Sequence[SiteGroup]) -> dict[str, Assignment]:
@@ -574,7 +649,7 @@ def _finite(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         raise CalibrationError(
             "the calibration images are on the meta device, which holds no values: give images on another device"
         )
-    if not all(bool(torch.isfinite(image).all()) for value in images for image in value):
+    if not all(bool(torch.isfinite(value).all()) for value in images):
         raise CalibrationError("the calibration images contain NaN or infinite values: check how they are prepared")
     return images
 

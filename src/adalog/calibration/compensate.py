@@ -24,7 +24,7 @@ the end, the stage changes nothing.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,7 +40,8 @@ from adalog.graph.convolution import conv_geometry, patches
 from adalog.graph.program import Node, Program
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
 from adalog.graph.sites import find_pieces
-from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, decibels
+from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, UniformQuantizer, decibels
+from adalog.quantizers.elementwise import codes_in_turn
 from adalog.search.objective import gram_matrix
 
 # Every n-th image is held out of a fit to choose its ridge strength. If there are no more images than n, none is.
@@ -76,12 +77,13 @@ _BLOCK = 64
 class Moments:
     """Weighted sums over rows of products of inputs x and targets y, each relative to an origin, per group.
 
-    rows: the number of rows. count: the sum of their weights. x: (G, K), y: (G, O), xx: (G, K, K), yx: (G, O, K), yy:
-    (G, O), in float64. G is the number of groups of a convolution, and 1 for a linear.
+    rows: the number of rows. count: the sum of their weights, a tensor unless all are 1, so that nothing waits for the
+    device. x: (G, K), y: (G, O), xx: (G, K, K), yx: (G, O, K), yy: (G, O), in float64. G is the number of groups of a
+    convolution, and 1 for a linear.
     """
 
     rows: int
-    count: float
+    count: float | Tensor
     x: Tensor
     y: Tensor
     xx: Tensor
@@ -91,15 +93,15 @@ class Moments:
     @staticmethod
     def of(x: Tensor, y: Tensor, weights: Tensor | None = None) -> "Moments":
         """Return the moments of the rows x, (G, T, K), and y, (G, T, O). weights: (T,); default: all 1."""
-        rows = x.shape[1]
+        count: float | Tensor
         if weights is None:
-            count, x_sum, y_sum = float(rows), x.sum(1), y.sum(1)
+            count, x_sum, y_sum = float(x.shape[1]), x.sum(1), y.sum(1)
         else:
             root = weights.sqrt()[:, None]
-            count, x_sum, y_sum = float(weights.double().sum()), weights @ x, weights @ y
+            count, x_sum, y_sum = weights.double().sum(), weights @ x, weights @ y
             x, y = root * x, root * y
         sums = (x_sum, y_sum, gram_matrix(x.mT), y.mT @ x, y.square().sum(1))
-        return Moments(rows, count, *(value.double() for value in sums))
+        return Moments(x.shape[1], count, *(value.double() for value in sums))
 
     def __add__(self, other: "Moments") -> "Moments":
         return Moments(
@@ -129,7 +131,7 @@ class Moments:
 
     def error(self, weight: Tensor) -> Tensor:
         """Return the sum of |y - W x|^2 over the rows, per output: (G, O). weight: (G, O, K)."""
-        return self.yy - 2 * (weight * self.yx).sum(2) + ((weight @ self.xx) * weight).sum(2)
+        return torch.sub(self.yy, (weight * self.yx).sum(2), alpha=2) + ((weight @ self.xx) * weight).sum(2)
 
 
 def corrected(
@@ -263,9 +265,10 @@ def _seen(
                 first += inputs.shape[dim]  # a piece of a convolution's batch may start or end within an image
                 x, y = x - origin[0][:, None], y - origin[1][:, None]
                 for index, chosen in enumerate((~held, held)):
-                    if bool(chosen.any()):
-                        some = None if weight is None else weight[chosen].to(x.dtype)
-                        part, before = Moments.of(x[:, chosen], y[:, chosen], some), sums[index]
+                    places = chosen.nonzero()[:, 0].to(x.device, non_blocking=True)
+                    if len(places):
+                        some = None if weight is None else weight[places].to(x.dtype)
+                        part, before = Moments.of(x[:, places], y[:, places], some), sums[index]
                         sums[index] = part if before is None else before + part
         begun = first // each
         if sum(part.rows for part in sums if part is not None) >= _ROWS:
@@ -277,14 +280,14 @@ def _seen(
 
 
 def _held_out(group: SiteGroup, inputs: Tensor, axis: tuple[int, int] | None, first: int, rows: int) -> Tensor:
-    """Return a mask of the rows that belong to every fourth image: (rows,).
+    """Return a mask of the rows that belong to every fourth image: (rows,), on the CPU, so that reading it is free.
 
     axis: the image axis and the number of entries per image. first: the index of the first entry.
     """
     if axis is None:
-        return torch.zeros(rows, dtype=torch.bool, device=inputs.device)
+        return torch.zeros(rows, dtype=torch.bool)
     dim, each = axis
-    numbers = (first + torch.arange(inputs.shape[dim], device=inputs.device)) // each
+    numbers = (first + torch.arange(inputs.shape[dim])) // each
     held = numbers % _HELD_OUT == _HELD_OUT - 1
     if group.first.role == "conv":
         return held.repeat_interleave(rows // len(held))
@@ -374,7 +377,7 @@ def _refitted(
     try:
         ridge = _RIDGE if fits else math.inf
         if fits and held is not None:
-            ridge = chosen_ridge(seen.fit, held, start) * seen.fit.count / both.count
+            ridge = float(chosen_ridge(seen.fit, held, start) * seen.fit.count / both.count)
         target = start.lerp(_target(whole, start, ridge, floor), choices.coefficient)
         damping = max(_DAMPING, _ALIKE * start.shape[2] / both.rows) if choices.robust else _DAMPING
         if compensates:
@@ -402,21 +405,20 @@ def _refitted(
     bias = (own.lerp(mean_y, choices.coefficient) - (found @ mean_x[..., None])[..., 0]).flatten()
     signal = whole.yy if both.rows > 1 else mean_y.square()  # a single row equals its mean
     gap = mean_y - (found @ mean_x[..., None])[..., 0] - bias.reshape(mean_y.shape)
-    sqnr = decibels(float(signal.sum()), float((whole.error(found) + both.count * gap.square()).sum()))
-    return replace(assignment, right=stored, bias=bias.to(weight.dtype), sqnr=sqnr)
+    power, noise = torch.stack([signal.sum(), (whole.error(found) + both.count * gap.square()).sum()]).tolist()
+    return replace(assignment, right=stored, bias=bias.to(weight.dtype), sqnr=decibels(power, noise))
 
 
-def _gain(moments: Moments, weight: Tensor, mean_y: Tensor) -> float:
+def _gain(moments: Moments, weight: Tensor, mean_y: Tensor) -> Tensor:
     """Return the factor with which a weight's outputs have the power of the targets about their mean.
 
     One factor for all outputs: a class token can have nearly all the weight of the rows, and then few rows decide.
     weight: (G, O, K). mean_y: (G, O).
     """
-    power, wanted = float(((weight @ moments.xx) * weight).sum()), float(moments.yy.sum())
-    least = _ROUNDING * moments.count * float(mean_y.square().sum())
-    if not (power > least and wanted > least):  # constant outputs, or a single row
-        return 1.0
-    return min(max(math.sqrt(wanted / power), _GAINS[0]), _GAINS[1])
+    power, wanted = ((weight @ moments.xx) * weight).sum(), moments.yy.sum()
+    least = _ROUNDING * moments.count * mean_y.square().sum()
+    varies = (power > least) & (wanted > least)  # not so for constant outputs, or a single row
+    return torch.where(varies, (wanted / power).sqrt().clamp(*_GAINS), 1.0)
 
 
 def _own_bias(program: Program, group: SiteGroup, assignment: Assignment) -> Tensor:
@@ -449,20 +451,30 @@ def chosen_ridge(fit: Moments, held: Moments, start: Tensor) -> float:
     """Return the ridge strength, a fraction of the mean variance, with the least error on the held-out rows."""
     origin = fit.means()
     inside, outside = fit.about(*origin), held.about(*origin)
-
-    def error(ridge: float) -> float:
-        return float(outside.error(_target(inside, start, ridge)).sum())
-
-    return min(_RIDGES, key=error)
+    variance, errors, failures = _variance(inside), [], []
+    for ridge in _RIDGES[:-1]:
+        form = _with_ridge(inside, ridge * variance)
+        root, failed = torch.linalg.cholesky_ex(form)
+        errors.append(outside.error(_solution(inside, start, form, root)).sum())
+        failures.append(failed.amax())
+    errors.append(outside.error(start).sum())  # that of the infinite ridge
+    values = torch.cat([torch.stack(errors), torch.stack(failures)]).tolist()  # to wait for the device only here
+    found, flags = values[: len(errors)], values[len(errors) :]
+    for index, failed in enumerate(flags):
+        if failed:
+            found[index] = float(outside.error(_target(inside, start, _RIDGES[index])).sum())
+    return min(zip(_RIDGES, found, strict=True), key=lambda pair: pair[1])[0]
 
 
 def _target(moments: Moments, start: Tensor, ridge: float, floor: Tensor | float = 0.0) -> Tensor:
     """Return the weight, (G, O, K), that minimises the error with this ridge strength. floor: as in `_form`."""
-    if math.isinf(ridge):
-        return start
-    form, root = _form(moments, ridge, floor)
-    added = form - moments.xx  # a multiple of the unit matrix
-    return torch.cholesky_solve((moments.yx + start @ added).mT, root).mT
+    return start if math.isinf(ridge) else _solution(moments, start, *_form(moments, ridge, floor))
+
+
+def _solution(moments: Moments, start: Tensor, form: Tensor, root: Tensor) -> Tensor:
+    """Return the weight that minimises the error with this form. root: the form's Cholesky factor."""
+    added = form.diagonal(dim1=1, dim2=2) - moments.xx.diagonal(dim1=1, dim2=2)
+    return torch.cholesky_solve((moments.yx + start * added[:, None]).mT, root).mT
 
 
 def _form(moments: Moments, ridge: float, floor: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
@@ -471,17 +483,27 @@ def _form(moments: Moments, ridge: float, floor: Tensor | float = 0.0) -> tuple[
     Both are (G, K, K).
     floor: (G,), the variance below which inputs are constant except for rounding noise.
     """
-    variance = moments.xx.diagonal(dim1=1, dim2=2).mean(dim=1)
-    variance = torch.maximum(variance, torch.as_tensor(floor, dtype=variance.dtype, device=variance.device))
-    added = ridge * torch.where(variance > 0, variance, 1.0)[:, None, None]
-    unit = torch.eye(moments.xx.shape[1], dtype=torch.float64, device=moments.xx.device)
-    form = moments.xx + added * unit
+    added = ridge * _variance(moments, floor)
+    form = _with_ridge(moments, added)
     root, failed = torch.linalg.cholesky_ex(form)
     if failed.any():  # a few channels are so large that float32 sums err by more than `added`
-        largest = moments.xx.diagonal(dim1=1, dim2=2).amax(dim=1)[:, None, None]
-        form = moments.xx + torch.maximum(added, largest * (_OF_SUMS * len(unit))) * unit
+        largest = moments.xx.diagonal(dim1=1, dim2=2).amax(dim=1)[:, None]
+        form = _with_ridge(moments, torch.maximum(added, largest * (_OF_SUMS * form.shape[1])))
         root = torch.linalg.cholesky(form)
     return form, root
+
+
+def _variance(moments: Moments, floor: Tensor | float = 0.0) -> Tensor:
+    """Return the mean variance of the inputs of each group, (G, 1), or 1 if it is 0. floor: as in `_form`."""
+    variance = moments.xx.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=floor)
+    return torch.where(variance > 0, variance, 1.0)[:, None]
+
+
+def _with_ridge(moments: Moments, added: Tensor) -> Tensor:
+    """Return the inputs' products, (G, K, K), with these numbers, (G, 1), added to the squares."""
+    form = moments.xx.clone()
+    form.diagonal(dim1=1, dim2=2).add_(added)
+    return form
 
 
 def rounded(target: Tensor, form: Tensor, levels: Quantizer) -> tuple[Tensor, Quantizer]:
@@ -495,7 +517,8 @@ def rounded(target: Tensor, form: Tensor, levels: Quantizer) -> tuple[Tensor, Qu
         before = codes
         levels = _least_squares(target, form, codes, levels)
         codes = _swept(target, form, codes, levels)
-        if torch.equal(codes, before):
+        # After that, sweeps change nothing. Other devices do all of them, because reading a comparison would wait.
+        if codes.device.type == "cpu" and torch.equal(codes, before):
             break
     return codes, _least_squares(target, form, codes, levels)
 
@@ -506,46 +529,52 @@ def _in_turn(target: Tensor, form: Tensor, levels: Quantizer) -> Tensor:
     sorted_form = form.gather(1, order[:, :, None].expand_as(form)).gather(2, order[:, None].expand_as(form))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(sorted_form))
     factor = torch.linalg.cholesky(inverse).mT  # upper triangular: inverse = factor^T factor
-    places, levels = order[:, :, None].expand_as(target.mT), levels.map(lambda value: value.mT)
-    left = target.mT.gather(1, places)
-    codes = torch.empty_like(left)
-
-    def choose(row: int, some: Tensor) -> Tensor:
-        codes[:, row : row + 1] = code = levels.quantize(some)
-        return (some - levels.dequantize(code)) / factor[:, row : row + 1, row : row + 1]
-
-    _by_rows(choose, left, factor)
+    places, levels = order[:, :, None].expand_as(target.mT), levels.map(lambda value: value.mT.contiguous())
+    codes = _by_rows(target.mT.gather(1, places), factor, levels)
     return torch.empty_like(codes).scatter_(1, places, codes).mT.contiguous()
-
-
-def _by_rows(choose: Callable[[int, Tensor], Tensor], left: Tensor, form: Tensor) -> None:
-    """Choose a value for each row of `left`, (G, K, O), in turn, and update the rows after it.
-
-    choose(row, value of the row): returns the multiples, (G, 1, O), of this row of the form, (G, K, K), that are
-    subtracted from the rows after it. Within the same block of rows they are subtracted at once, and elsewhere by one
-    product per block.
-    """
-    for start in range(0, left.shape[1], _BLOCK):
-        end = min(start + _BLOCK, left.shape[1])
-        moved = torch.empty_like(left[:, start:end])
-        for row in range(start, end):
-            moved[:, row - start] = some = choose(row, left[:, row : row + 1])[:, 0]
-            left[:, row + 1 : end] -= form[:, row, row + 1 : end, None] * some[:, None]
-        left[:, end:] -= form[:, start:end, end:].mT @ moved
 
 
 def _swept(target: Tensor, form: Tensor, codes: Tensor, levels: Quantizer) -> Tensor:
     """Replace each code in turn by the best one given all other codes."""
-    codes, levels = codes.mT.clone(memory_format=torch.contiguous_format), levels.map(lambda value: value.mT)
-    values, diagonal = levels.dequantize(codes), form.diagonal(dim1=1, dim2=2)
+    levels = levels.map(lambda value: value.mT.contiguous())
+    values = levels.dequantize(codes.mT.clone(memory_format=torch.contiguous_format))
+    return _by_rows(form @ (target.mT - values), form, levels, values).mT.contiguous()
 
-    def choose(row: int, pull: Tensor) -> Tensor:
-        now = values[:, row : row + 1]
-        codes[:, row : row + 1] = best = levels.quantize(now + pull / diagonal[:, row, None, None])
-        return levels.dequantize(best) - now
 
-    _by_rows(choose, form @ (target.mT - values), form)
-    return codes.mT.contiguous()
+def _by_rows(left: Tensor, form: Tensor, levels: Quantizer, base: Tensor | None = None) -> Tensor:
+    """Choose codes for each row of `left`, (G, K, O), in turn, and update the rows after it; return the codes.
+
+    What a row moves (see `codes_in_turn`), times its row of the form, (G, K, K), is subtracted from the rows after it:
+    at once within the same block of rows, and elsewhere by one product per block. left: changed in place. levels: its
+    parameters are (G, 1, O). base: (G, K, O), the current levels, or None if there are none yet.
+    """
+    codes = torch.empty_like(left)
+    for start in range(0, left.shape[1], _BLOCK):
+        rows = range(start, min(start + _BLOCK, left.shape[1]))
+        moved = None
+        if isinstance(levels, UniformQuantizer):
+            parameters = levels.scale, levels.zero_point
+            moved = codes_in_turn(left, form, base, parameters, levels.bits, rows, codes)
+        if moved is None:
+            moved = _row_by_row(left, form, base, levels, rows, codes)
+        if rows.stop < left.shape[1]:
+            left[:, rows.stop :] -= form[:, start : rows.stop, rows.stop :].mT @ moved
+    return codes
+
+
+def _row_by_row(
+    left: Tensor, form: Tensor, base: Tensor | None, levels: Quantizer, rows: range, codes: Tensor
+) -> Tensor:
+    """Do the same as `codes_in_turn` for any quantizer; the rows of `left` change."""
+    moved = torch.empty_like(left[:, rows.start : rows.stop])
+    for index, row in enumerate(rows):
+        here, own = slice(row, row + 1), form[:, row, row, None, None]
+        value = left[:, here] if base is None else base[:, here] + left[:, here] / own
+        codes[:, here] = code = levels.quantize(value)
+        level = levels.dequantize(code)
+        moved[:, index] = change = ((value - level) / own if base is None else level - base[:, here])[:, 0]
+        left[:, row + 1 : rows.stop] -= form[:, row, row + 1 : rows.stop, None] * change[:, None]
+    return moved
 
 
 def _least_squares(target: Tensor, form: Tensor, codes: Tensor, levels: Quantizer) -> Quantizer:

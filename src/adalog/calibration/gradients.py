@@ -16,7 +16,8 @@ from adalog.graph.tracing import image_axes, keeps_images_apart, trace
 # respect to each output.
 Probe = Callable[[Sequence[Tensor], slice], Sequence[Tensor]]
 
-BATCH = 4  # images per backward pass
+BATCH = 4  # images per draw of a probe, and per backward pass on a CPU
+_BATCH_OF_ACCELERATOR = 32
 _NORMALISED = aten("batch_norm.default instance_norm.default")  # their statistics take no gradient
 
 
@@ -100,9 +101,9 @@ def squared_gradients(
     """Return the squared gradient of each named value, averaged over probes and scaled to mean 1.
 
     reduced: maps a name and the squared gradients of a batch to what is kept of them; it keeps the images apart. A
-    value that no gradient reaches gets ones, so that all its errors count equally. Each batch of `BATCH` images takes
-    one forward, and one backward per probe. If some value does not keep images apart, all images form one batch. Raises
-    CalibrationError if no output has a gradient.
+    value that no gradient reaches gets ones, so that all its errors count equally. Each batch of `BATCH` images (more
+    on an accelerator) takes one forward, and one backward per probe. If some value does not keep images apart, all
+    images form one batch. Raises CalibrationError if no output has a gradient.
     """
     traced = trace(program, images)
     names = [
@@ -111,7 +112,8 @@ def squared_gradients(
         if name in names and isinstance(value, Tensor) and value.is_floating_point()
     ]
     dimensions = _image_dimensions(program, images, names)
-    batch = len(images[0]) if dimensions is None else BATCH
+    draw = len(images[0]) if dimensions is None else BATCH
+    batch = draw if images[0].device.type == "cpu" else max(draw, _BATCH_OF_ACCELERATOR)
     statistics = {ref.name for node in program.nodes if node.op in _NORMALISED for ref in node.args[3:5] if ref}
     leaves = {name: value.detach() if name in statistics else _leaf(value) for name, value in program.tensors.items()}
     free = replace(program, tensors=leaves)
@@ -134,12 +136,13 @@ def squared_gradients(
             )
         squares = {name: torch.zeros_like(value) for name, value in kept.items()}
         reached = {name: value for name, value in kept.items() if value.requires_grad}
-        for index, probe in enumerate(probes if reached else ()):
+        given = _drawn(probes if reached else (), outputs, which, draw)
+        for index, gradients in enumerate(given):
             found = torch.autograd.grad(
                 outputs,
                 list(reached.values()),
-                probe(outputs, which),
-                retain_graph=index + 1 < len(probes),
+                gradients,
+                retain_graph=index + 1 < len(given),
                 allow_unused=True,
             )
             for name, gradient in zip(reached, found, strict=True):
@@ -152,6 +155,24 @@ def squared_gradients(
         for name, values in batches.items()
     }
     return {name: with_mean_one(value) for name, value in together.items()}
+
+
+def _drawn(probes: Sequence[Probe], outputs: Sequence[Tensor], images: slice, count: int) -> Sequence[Sequence[Tensor]]:
+    """Return the gradients of each probe for a batch of images, drawn for `count` images after another.
+
+    So the random numbers of an image do not depend on the batch.
+    """
+    size = images.stop - images.start
+    if size <= count or any(len(value) != size for value in outputs):
+        return [probe(outputs, images) for probe in probes]
+    parts = [
+        [
+            probe([value[first : first + count] for value in outputs], slice(images.start + first, end))
+            for probe in probes
+        ]
+        for first, end in ((first, min(images.start + first + count, images.stop)) for first in range(0, size, count))
+    ]
+    return [[torch.cat(values) for values in zip(*of_probe, strict=True)] for of_probe in zip(*parts, strict=True)]
 
 
 def with_mean_one(squares: Tensor) -> Tensor:

@@ -81,20 +81,23 @@ def logit_error(logits: Tensor, exact: Tensor) -> float:
     logits, exact = logits.double(), exact.double().log_softmax(1)
     shares = exact.exp()
 
-    def slope(factor: float) -> float:
+    def slope(factor: Tensor) -> Tensor:
         """Return the derivative with respect to the factor; it grows with the factor."""
-        return float((((factor * logits).softmax(1) - shares) * logits).sum())
+        return (((factor * logits).softmax(1) - shares) * logits).sum()
 
-    low, high = -_FACTORS, _FACTORS
+    # The exponents are tensors without dimensions, so that only the last one waits for the device.
+    low, width = logits.new_full((), -_FACTORS), 2 * _FACTORS
     for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if slope(2.0**middle) < 0 else (low, middle)
-    scaled = (2.0**low * logits).log_softmax(1)
+        width /= 2
+        low = torch.where(slope((low + width).exp2()) < 0, low + width, low)
+    scaled = (2.0 ** float(low) * logits).log_softmax(1)
     return float((shares * (exact - scaled)).sum(1).mean())
 
 
 def relative_error(values: Tensor, exact: Tensor) -> float:
     """Return |factor * values - exact|^2 / |exact|^2 with the best positive factor: at most 1."""
     values, exact = values.double(), exact.double()
-    along, powers = float((values * exact).sum()), float(values.square().sum()) * float(exact.square().sum())
+    sums = (values * exact).sum(), values.square().sum(), exact.square().sum()
+    along, power, wanted = torch.stack(sums).tolist()
+    powers = power * wanted
     return 1 - max(0.0, along) ** 2 / powers if powers > 0 else float(not torch.equal(values, exact))

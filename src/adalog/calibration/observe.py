@@ -246,7 +246,7 @@ class Observed:
         before = 0
         while queue:
             chunk = queue.popleft()
-            result = self._batches.run(chunk, {*made, *live}, watch=self._check)
+            result = self._run(chunk, {*made, *live})
             if stage.cut is not None:
                 following.append({name: chunk[name] for name in images})
                 for name in live:
@@ -260,12 +260,23 @@ class Observed:
             self._checkpoint = (number + 1, stage.cut, following)
         self._values, self._now = values, number
 
-    def _check(self, node: Node, args: tuple[Any, ...], result: Any) -> None:
-        if node.name in self._wanted and not bool(torch.isfinite(result).all()):
-            raise CalibrationError(
-                f"{node.scope or node.name} outputs NaN or infinite values on these images: "
-                "check the images and the model's weights"
-            )
+    def _run(self, chunk: Chunk, names: Collection[str]) -> Chunk:
+        """Compute named values for the images of a chunk; wait for the device once to check that they are finite."""
+        checks: list[tuple[Node, Tensor]] = []
+
+        def check(node: Node, args: tuple[Any, ...], result: Any) -> None:
+            if node.name in self._wanted:
+                checks.append((node, torch.isfinite(result).all()))
+
+        result = self._batches.run(chunk, names, watch=check)
+        finite = torch.stack([each for _, each in checks]).tolist() if checks else []
+        for (node, _), is_finite in zip(checks, finite, strict=True):
+            if not is_finite:
+                raise CalibrationError(
+                    f"{node.scope or node.name} outputs NaN or infinite values on these images: "
+                    "check the images and the model's weights"
+                )
+        return result
 
     def _counted(self, name: str, stage: _Stage) -> tuple[int, int] | None:
         """Return (dimension, entries per image) along which a value is thinned; None if all images share the value."""

@@ -5,12 +5,14 @@ that it gets once all blocks before it are quantized and trained. In each step, 
 replaced by the float network's values, and a random share of the values that its quantizers see is not quantized
 (QDrop, Wei et al., ICLR 2022). The block may be the whole model, so that its parts compensate for each other's errors.
 
-`training` defines the trained parts of an assignment. The processes of one job share the images of each step.
+`training` defines the trained parts of an assignment. The processes of one job share the images of each step. A single
+process on an accelerator takes them at once and in few operations, and `replay` replays these as one graph.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +23,11 @@ from adalog.calibration.block_errors import LOSSES, BlockOutput, Loss, picked
 from adalog.calibration.blocks import Blocks
 from adalog.calibration.judge import output_errors
 from adalog.calibration.partial import Partial
+from adalog.calibration.replay import Masks, Replay, random_mask
 from adalog.calibration.schedule import Progress, coded, coded_list
-from adalog.calibration.training import GroupInTraining
+from adalog.calibration.training import GroupInTraining, RoundedAtOnce, Side, confine
 from adalog.choices import Reconstruction
-from adalog.device import multiplies_bfloat16
+from adalog.device import multiplies_bfloat16, waits_for_launches
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Program, refs_of
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
@@ -35,7 +38,8 @@ from adalog.ranks import ALONE, Ranks
 # Every n-th image is held out of training to evaluate a block's states. If there are fewer than n images, none is.
 _HELD_OUT = 8
 # A step handles this many images at a time and sums the gradients of these shares, so that another rank can take the
-# next share. Smaller shares take longer in one process, on an accelerator in proportion to their number.
+# next share. An accelerator without other ranks takes all images at once, because the number of shares determines how
+# long a step takes.
 _SHARE = 4
 _SHARE_OF_ACCELERATOR = 16
 # How often a block's state is evaluated on the held-out images, and how often progress is reported.
@@ -45,6 +49,9 @@ _REPORTS = 32
 # this fraction of the steps.
 _ANNEALING = (20.0, 2.0)
 _WARM_UP = 0.2
+
+
+Mask = Callable[[Tensor], Tensor]  # returns a random mask for values, in their shape and dtype
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -90,9 +97,10 @@ def reconstructed(
 
     losses: the errors of a block's output, by name. memory: bytes for the values of both networks held at a time, as in
     `Blocks`. The following always comes on top: a block's inputs and outputs on all images, the weights of its errors,
-    the training state of its weights, and the values that gradients need on four images. With the scope "model", all of
-    this counts for the whole model. partial: finished blocks are read from it, and the first rank adds new ones. ranks:
-    all of them compute the values of both networks, and they share the images of each step and of each evaluation.
+    the training state of its weights, and the values that gradients need on four images, or on all images of a step on
+    an accelerator. With the scope "model", all of this counts for the whole model. partial: finished blocks are read
+    from it, and the first rank adds new ones. ranks: all of them compute the values of both networks, and they share
+    the images of each step and of each evaluation.
     """
     current, device = list(assigned), images[0].device
     share = None if memory is None else memory // 2
@@ -212,6 +220,8 @@ class BlockInTraining:
         numbers = torch.arange(floats.count, device=device)
         self._fitted, self._judging = _split(numbers) if apart else (numbers, numbers)
         self._batch = min(choices.batch, len(self._fitted)) if apart else floats.count
+        self._at_once = ranks.world == 1 and waits_for_launches(device)
+        self._replay: Replay | None = None
         # Each share of a step has its own random numbers, whichever rank takes the share.
         share_seeds = torch.randint(
             2**31, (len(self._shares(numbers[: self._batch])),), generator=self._generator, device=device
@@ -247,6 +257,8 @@ class BlockInTraining:
             if step % renewal == 0 and step < last:
                 self._error.renew(self._runner(tried))
                 least = self._judged(best)
+                if self._replay is not None:
+                    self._replay.forget()
         return self._measured(best)
 
     def steps(self, unit: float) -> Iterator[int]:
@@ -264,6 +276,13 @@ class BlockInTraining:
         ]
         if not parameters:
             return
+        if self._at_once:
+            replay = self._replay = self._prepared(parameters, unit)
+            for step in range(1, choices.iterations + 1):
+                replay.run()
+                yield step
+            self._replay = None  # it holds this block, and the memory of its graph
+            return
         optimizer = torch.optim.Adam(parameters, fused=True)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, choices.iterations)
         for step, numbers in enumerate(self._draws(), 1):
@@ -272,9 +291,61 @@ class BlockInTraining:
                 self._descend(numbers, unit, step / choices.iterations)
             optimizer.step()
             schedule.step()
-            for each in self._groups:
-                each.confine()
+            confine(self._sides)
             yield step
+
+    def _prepared(self, parameters: list[dict[str, Any]], unit: float) -> Replay:
+        """Return a step that takes all its images at once, and can be recorded.
+
+        Everything that differs from step to step is in tables on the device, with one row per step.
+
+        parameters: the parameter groups of the optimizer, with their first learning rates. unit: as in `steps`.
+        """
+        draws = torch.stack(list(self._draws()))
+        device, last = draws.device, self._choices.iterations
+        table = torch.tensor(
+            [
+                [*(group["lr"] * _rate(step / last) for group in parameters), *_weighted((step + 1) / last)]
+                for step in range(last)
+            ],
+            dtype=torch.float32,
+            device=device,
+        )
+        row, now = torch.zeros(1, dtype=torch.int64, device=device), table[0].clone()
+        *rates, exponent, weight = now.unbind()
+        optimizer = torch.optim.Adam(
+            [{**group, "lr": rate} for group, rate in zip(parameters, rates, strict=True)], fused=True
+        )
+        trained = [value for group in parameters for value in group["params"]]
+        masks = Masks(self._choices.drop, self._generators[0])
+        rounding = RoundedAtOnce(self._groups)
+
+        def step() -> None:
+            numbers = draws.index_select(0, row)[0]
+            now.copy_(table.index_select(0, row)[0])
+            row.add_(1)
+            masks.renew()
+            with torch.enable_grad():
+                h = rounding.rounded()
+                program = self._rewritten([(each.group, each.soft(rounding.by_weight(h))) for each in self._groups])
+                loss = self._loss(program, numbers, self._choices.drop, masks.take) / unit
+                if h is not None:
+                    loss = loss + weight * rounding.regulariser(h, exponent)
+                if not loss.requires_grad:  # for example if the block ends in a comparison
+                    loss = loss + 0 * trained[0].sum()
+            found = torch.autograd.grad(loss, trained, materialize_grads=True)
+            for value, gradient in zip(trained, found, strict=True):
+                # The optimizer takes a gradient with the strides of its value only.
+                same = gradient.stride() == value.stride()
+                value.grad = gradient if same else torch.empty_like(value).copy_(gradient)
+            optimizer.step()
+            confine(self._sides)
+
+        return Replay(step, masks, optimizer)
+
+    @property
+    def _sides(self) -> list[Side]:
+        return [side for each in self._groups for side in each.sides]
 
     def _rewritten(self, assigned: Assigned) -> Program:
         """Return the block's program with all its groups quantized. assigned: the trained groups."""
@@ -306,9 +377,12 @@ class BlockInTraining:
 
         def gradient(share: int) -> Tensor:
             images = shares[share]
-            loss = self._loss(free, images, self._choices.drop, self._generators[share]) * (
-                len(images) / len(numbers) / unit
-            )
+            generator = self._generators[share]
+
+            def mask(values: Tensor) -> Tensor:
+                return random_mask(values, self._choices.drop, generator)
+
+            loss = self._loss(free, images, self._choices.drop, mask) * (len(images) / len(numbers) / unit)
             if not loss.requires_grad:  # for example if the block ends in a comparison
                 return torch.zeros_like(like)
             found = torch.autograd.grad(loss, leaves, materialize_grads=True)
@@ -324,10 +398,10 @@ class BlockInTraining:
             regulariser.backward()
 
     def _shares(self, numbers: Tensor) -> Sequence[Tensor]:
-        """Split the images of a step into shares that do not depend on the number of ranks."""
-        if not self._apart:
+        """Split the images of a step into shares that do not depend on the number of ranks, if there are several."""
+        if self._at_once or not self._apart:
             return [numbers]
-        return numbers.split(_SHARE if numbers.device.type == "cpu" else _SHARE_OF_ACCELERATOR)
+        return numbers.split(_SHARE_OF_ACCELERATOR if waits_for_launches(numbers.device) else _SHARE)
 
     @torch.no_grad()
     def _measured(self, assigned: Assigned) -> list[tuple[SiteGroup, Assignment]]:
@@ -396,33 +470,29 @@ class BlockInTraining:
         like = torch.zeros((), dtype=torch.float64)
         return float(self._ranks.summed(len(batches), loss, like)) / len(self._judging)
 
-    def _loss(
-        self, program: Program, numbers: Tensor, drop: float | None = None, generator: torch.Generator | None = None
-    ) -> Tensor:
+    def _loss(self, program: Program, numbers: Tensor, drop: float | None = None, mask: Mask | None = None) -> Tensor:
         """Return the mean error of the block's output on some images.
 
-        drop, generator: as in `_run`; here drop is also the share of the inputs that are exact.
+        drop, mask: as in `_run`; here drop is also the share of the inputs that are exact.
         """
         given, wanted = (picked(self._blocks, chunk, numbers) for chunk in (self._given, self._wanted))
         name = self._blocks.blocks[self._number].value_in
-        if drop and given[name].is_floating_point():
+        if drop and mask is not None and given[name].is_floating_point():
             exact = picked(self._blocks, {name: self._exact[name]}, numbers)
-            given[name] = given[name].lerp(exact[name], _kept(given[name], drop, generator))
-        difference = self._run(program, given, drop, generator) - wanted[self._out]
+            given[name] = given[name].lerp(exact[name], mask(given[name]))
+        difference = self._run(program, given, drop, mask) - wanted[self._out]
         return self._error(difference, numbers)
 
-    def _run(
-        self, program: Program, given: Chunk, drop: float | None = None, generator: torch.Generator | None = None
-    ) -> Tensor:
+    def _run(self, program: Program, given: Chunk, drop: float | None = None, mask: Mask | None = None) -> Tensor:
         """Return the block's output from a rewritten program and the block's inputs.
 
-        drop: in a training step, the share of activations that is not quantized, chosen at random with the generator.
-        Products are then in bfloat16 if the device supports it. None evaluates the block in float32.
+        drop: in a training step, the share of activations that is not quantized, which `mask` chooses. Products are
+        then in bfloat16 if the device supports it. None evaluates the block in float32.
         """
         steps = dict[str, Callable[..., Tensor]]()
 
         def quantized(x: Tensor, name: str) -> Tensor:
-            return program.quantizers[name].fake_quantize(x, _kept(x, drop, generator) if drop else None)
+            return program.quantizers[name].fake_quantize(x, mask(x) if drop and mask is not None else None)
 
         if drop is not None:
             products = _PRODUCTS if multiplies_bfloat16(self._wanted[self._out].device) else {}
@@ -442,12 +512,11 @@ def _exponent(done: float) -> float:
     return last + (first - last) * 0.5 * (1 + math.cos(math.pi * (done - _WARM_UP) / (1 - _WARM_UP)))
 
 
-def _kept(values: Tensor, drop: float, generator: torch.Generator | None) -> Tensor:
-    """Return a random mask, 1 for a share `drop` of the values and 0 for the others, in their shape and dtype.
+def _rate(done: float) -> float:
+    """Return the fraction of the first learning rate. done: the fraction of finished steps."""
+    return 0.5 * (1 + math.cos(math.pi * done))
 
-    16 random bits decide each value independently, so the share is exact to within 2^-16.
-    """
-    words = torch.empty(-(-values.numel() // 4), dtype=torch.int64, device=values.device)
-    draws = words.random_(-(2**63), None, generator=generator).view(torch.int16)[: values.numel()]
-    kept = torch.empty(values.shape, dtype=values.dtype, device=values.device)
-    return torch.le(draws.view(values.shape), math.ceil(drop * 2**16) - 2**15 - 1, out=kept)
+
+def _weighted(done: float) -> tuple[float, float]:
+    """Return the exponent of AdaRound's regulariser and its weight, which is 0 in the warm-up."""
+    return (_ANNEALING[0], 0.0) if done < _WARM_UP else (_exponent(done), 1.0)

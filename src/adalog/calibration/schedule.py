@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from threading import Condition
 
 import torch
@@ -60,8 +61,8 @@ class Scratch:
 
 
 def run_searches(
-    splits: Sequence[Sequence[SiteGroup]],
-    search: Callable[[SiteGroup], Assignment],
+    splits: Sequence[Sequence[Sequence[SiteGroup]]],
+    search: Callable[[Sequence[SiteGroup]], list[Assignment]],
     *,
     known: Mapping[str, Assignment],
     bytes_of: Mapping[str, int],
@@ -77,14 +78,15 @@ def run_searches(
     The result depends neither on `jobs`, the number of searches that run at once on a rank, nor on the number of ranks.
     The searches that take the most bytes start first.
 
-    splits: groups whose operands are held together; a split starts when the one before it is done. known: assignments
-    that need no search. bytes_of: the bytes of `memory` that each search takes, by the group's name. partial: a file
-    from which finished searches are read, and to which those of this rank are added. progress: called with (number of
-    groups done on all ranks, total, name of an unfinished group). Raises ValueError if jobs is less than 1.
+    splits: groups whose operands are held together, in lists that one search takes; a split starts when the one before
+    it is done. known: assignments that need no search. bytes_of: the bytes of `memory` that each group takes, by its
+    name. partial: a file from which finished searches are read, and to which those of this rank are added. progress:
+    called with (number of groups done on all ranks, total, name of an unfinished group). Raises ValueError if jobs is
+    less than 1.
     """
     if jobs < 1:
         raise ValueError(f"jobs = {jobs} is not a whole number of at least 1")
-    scratch, total = Scratch(memory), sum(map(len, splits))
+    scratch, total = Scratch(memory), sum(len(stack) for split in splits for stack in split)
     found = dict[str, Assignment]()
 
     def told(names: Iterable[str]) -> None:
@@ -93,25 +95,39 @@ def run_searches(
             progress(len(found), total, waiting)
 
     for split in splits:
-        groups = {group.name: group for group in sorted(split, key=lambda group: -bytes_of[group.name])}
-        stored = {name: each for name in groups if partial and (each := partial.get(name, device))}
-        found.update({name: known[name] for name in groups if name in known} | stored)
-        for name in groups:
+
+        def size(stack: Sequence[SiteGroup]) -> int:
+            return sum(bytes_of[group.name] for group in stack)
+
+        stacks = {stack[0].name: stack for stack in sorted(split, key=size, reverse=True)}
+        members = {name: [group.name for group in stack] for name, stack in stacks.items()}
+        names = list(chain.from_iterable(members.values()))
+        stored = {name: each for name in names if partial and (each := partial.get(name, device))}
+        found.update({name: known[name] for name in names if name in known} | stored)
+        for name in names:
             if partial is not None and ranks.first and name in found and name not in stored:
                 partial.add(name, found[name])
 
-        def find(name: str, groups: Mapping[str, SiteGroup] = groups) -> Assignment:
-            with scratch.taken(bytes_of[name]):
-                return search(groups[name])
+        def find(first: str, stacks: Mapping[str, Sequence[SiteGroup]] = stacks) -> list[Assignment]:
+            with scratch.taken(size(stacks[first])):
+                return search(stacks[first])
 
-        def finished(name: str, assignment: Assignment, own: bool, groups: Iterable[str] = groups) -> None:
-            found[name] = assignment
-            if partial is not None and own:
-                partial.add(name, assignment)
-            told(groups)
+        def finished(
+            first: str,
+            assigned: list[Assignment],
+            own: bool,
+            members: Mapping[str, Sequence[str]] = members,
+            names: Iterable[str] = names,
+        ) -> None:
+            for name, assignment in zip(members[first], assigned, strict=True):
+                found[name] = assignment
+                if partial is not None and own:
+                    partial.add(name, assignment)
+            told(names)
 
-        told(groups)
-        found.update(
-            ranks.shared(list(groups), find, coded=coded(device), threads=jobs, known=found, finished=finished)
-        )
+        told(names)
+        done = {first: [found[name] for name in all_] for first, all_ in members.items() if found.keys() >= {*all_}}
+        shared = ranks.shared(list(stacks), find, coded=coded_list(device), threads=jobs, known=done, finished=finished)
+        for first, assigned in shared.items():
+            found.update(zip(members[first], assigned, strict=True))
     return found

@@ -18,7 +18,8 @@ from adalog.graph.rewrite import SiteGroup
 from adalog.graph.sites import Block, Pair, find_splits
 from adalog.quantizers import Assignment
 from adalog.search.operand import Format
-from adalog.search.product import Product, with_table
+from adalog.search.product import Product
+from adalog.search.tables import with_table
 
 
 class Shared:

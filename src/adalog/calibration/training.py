@@ -5,7 +5,7 @@ that are rounded with a straight-through gradient. The scales of activations, an
 trained as in LSQ (Esser et al., ICLR 2020). Their logarithm is trained, so that they stay positive.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ def rectified_sigmoid(v: Tensor) -> Tensor:
     return (v.sigmoid() * (1 + 2 * _STRETCH) - _STRETCH).clamp(0, 1)
 
 
-def rounding_regulariser(h: Tensor, exponent: float) -> Tensor:
+def rounding_regulariser(h: Tensor, exponent: float | Tensor) -> Tensor:
     """Return AdaRound's 1 - |2 h - 1|^exponent, which is 0 if h is 0 or 1 (its Eq. 24)."""
     return 1 - (2 * h - 1).abs().pow(exponent)
 
@@ -60,10 +60,11 @@ class Rounding:
             self.latent = place.clone().requires_grad_()
             self.log_scale = torch.zeros_like(quantizer.scale).requires_grad_()
 
-    def soft(self) -> QuantizedTensor:
-        """Return the weight for training; with AdaRound, its codes are not whole numbers."""
+    def soft(self, h: Tensor | None = None) -> QuantizedTensor:
+        """Return the weight for training; with AdaRound, its codes are not whole numbers. h: h(V), if it is known."""
         if self.log_scale is None:
-            return QuantizedTensor(self._floor + rectified_sigmoid(self.latent), self._quantizer)
+            h = rectified_sigmoid(self.latent) if h is None else h
+            return QuantizedTensor(self._floor + h, self._quantizer)
         return QuantizedTensor(round_ste(self.latent), self._scaled())
 
     @torch.no_grad()
@@ -77,15 +78,13 @@ class Rounding:
         assert self.log_scale is not None
         return self._quantizer.scaled(self.log_scale.exp())
 
-    def regulariser(self, exponent: float) -> Tensor:
+    def regulariser(self, exponent: float | Tensor) -> Tensor:
         """Return the mean of AdaRound's regulariser over the values."""
         return rounding_regulariser(rectified_sigmoid(self.latent), exponent).mean()
 
-    @torch.no_grad()
-    def confine(self) -> None:
-        """Clamp latent values to the range of codes; no gradient would bring back values that leave it."""
-        if self.log_scale is not None:
-            self.latent.clamp_(0, self._top)
+    def range(self) -> tuple[Tensor, int] | None:
+        """Return the latent values and the last code that they may reach; None if a sigmoid confines them."""
+        return None if self.log_scale is None else (self.latent, self._top)
 
 
 class _Levels:
@@ -98,22 +97,44 @@ class _Levels:
             torch.zeros_like(quantizer.scale).requires_grad_() if isinstance(quantizer, UniformQuantizer) else None
         )
 
-    def soft(self) -> Quantizer:
+    def soft(self, h: Tensor | None = None) -> Quantizer:
         found = replace(self._quantizer, scale=self._quantizer.scale * self.log_scale.exp())  # type: ignore[type-var]
         if self.moved is None or not isinstance(found, UniformQuantizer):
             return found
-        return replace(found, zero_point=round_ste(found.zero_point + self.moved).clamp(0, 2**found.bits - 1))
+        return replace(found, zero_point=round_ste(found.zero_point + self.moved))  # `confine` keeps it a code
 
     @torch.no_grad()
     def hard(self) -> Quantizer:
         return self.soft()
 
-    @torch.no_grad()
-    def confine(self) -> None:
-        """Clamp the zero point to the range of codes; no gradient would bring it back."""
-        if self.moved is not None and isinstance(self._quantizer, UniformQuantizer):
-            zero_point = self._quantizer.zero_point
-            self.moved.copy_((zero_point + self.moved).clamp_(0, 2**self._quantizer.bits - 1) - zero_point)
+    def moved_range(self) -> tuple[Tensor, Tensor, int] | None:
+        """Return how far the zero point has moved, where it started, and the last code that it may reach."""
+        if self.moved is None or not isinstance(self._quantizer, UniformQuantizer):
+            return None
+        return self.moved, self._quantizer.zero_point, 2**self._quantizer.bits - 1
+
+
+Side = Rounding | _Levels
+
+
+@torch.no_grad()
+def confine(sides: Sequence[Side]) -> None:
+    """Clamp latent codes and zero points to the range of codes; no gradient would bring back values that leave it.
+
+    One operation clamps the values of all sides, because an accelerator waits for the launch of each.
+    """
+    latent = [each for side in sides if isinstance(side, Rounding) and (each := side.range()) is not None]
+    if latent:
+        values = [value for value, _ in latent]
+        torch._foreach_clamp_min_(values, 0)
+        torch._foreach_clamp_max_(values, [top for _, top in latent])
+    zero_points = [point for side in sides if isinstance(side, _Levels) and (point := side.moved_range()) is not None]
+    if zero_points:
+        moved, starts = [value for value, _, _ in zero_points], [start for _, start, _ in zero_points]
+        now = torch._foreach_add(starts, moved)
+        torch._foreach_clamp_min_(now, 0)
+        torch._foreach_clamp_max_(now, [top for _, _, top in zero_points])
+        torch._foreach_copy_(moved, torch._foreach_sub(now, starts))
 
 
 class GroupInTraining:
@@ -165,9 +186,9 @@ class GroupInTraining:
         found["biases"] += [] if self._bias is None else [self._bias]
         return found
 
-    def soft(self) -> Assignment:
-        """Return the assignment for training."""
-        return self._with(lambda side: side.soft())
+    def soft(self, h: Mapping[Side, Tensor] | None = None) -> Assignment:
+        """Return the assignment for training. h: AdaRound's h(V) by weight, if it is known."""
+        return self._with(lambda side: side.soft(None if h is None else h.get(side)))
 
     @torch.no_grad()
     def hard(self) -> Assignment:
@@ -186,10 +207,39 @@ class GroupInTraining:
             bias = bias - self._offset * (right.dequantize().reshape(len(bias), -1).sum(1) - self._sums)
         return replace(found, bias=bias)
 
-    def regulariser(self, exponent: float) -> Tensor | float:
+    def regulariser(self, exponent: float | Tensor) -> Tensor | float:
         return self._right.regulariser(exponent) if isinstance(self._right, Rounding) else 0.0
 
-    def confine(self) -> None:
-        for side in (self._left, self._right):
-            if side is not None:
-                side.confine()
+    @property
+    def sides(self) -> list[Side]:
+        """The operands that are trained."""
+        return [side for side in (self._left, self._right) if side is not None]
+
+
+class RoundedAtOnce:
+    """AdaRound's h(V) of all weights of some groups, computed together for an accelerator."""
+
+    def __init__(self, groups: Sequence[GroupInTraining]):
+        """Prepare the weights that are rounded up or down; other weights are left out."""
+        sides = [side for each in groups for side in each.sides if isinstance(side, Rounding)]
+        self._sides = [side for side in sides if side.log_scale is None]
+        self._counts = [side.latent.numel() for side in self._sides]
+        shares = [side.latent.new_full((side.latent.numel(),), 1 / side.latent.numel()) for side in self._sides]
+        self._shares = torch.cat(shares) if shares else None  # of each value in the mean over its weight
+
+    def rounded(self) -> Tensor | None:
+        """Return h(V) of all weights in a row, or None if there are no such weights."""
+        if self._shares is None:
+            return None
+        return rectified_sigmoid(torch.cat([side.latent.flatten() for side in self._sides]))
+
+    def by_weight(self, h: Tensor | None) -> dict[Side, Tensor]:
+        """Return the result of `rounded` for each weight."""
+        parts = [] if h is None else h.split(self._counts)
+        return {side: part.view(side.latent.shape) for side, part in zip(self._sides, parts, strict=True)}
+
+    def regulariser(self, h: Tensor | None, exponent: Tensor) -> Tensor | float:
+        """Return the sum over the weights of AdaRound's regulariser. h: the result of `rounded`."""
+        if h is None or self._shares is None:
+            return 0.0
+        return (rounding_regulariser(h, exponent) * self._shares).sum()

@@ -10,6 +10,7 @@ import typer
 
 from adalog import METHODS
 from adalog.cli.console import Session, job, quiet
+from adalog.device import default_memory
 from adalog.ranks import ALONE, Ranks
 from adalog.study import sensitivity
 from adalog.study.doctor import available_cores
@@ -61,10 +62,11 @@ SensitivityOption = Annotated[
 ]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run from its file OUT.partial.")]
 MemoryOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="SIZE",
-        help="Memory limit for observed values and their search, such as 512MB. The model and the images need more.",
+        help="Memory limit for observed values and their search, such as 512MB. The model and the images need more. "
+        "[default: 2GiB, or a quarter of the GPU's memory]",
     ),
 ]
 
@@ -125,6 +127,11 @@ def read_size(text: str, option: str = "--memory") -> int:
         raise ValueError(f"{option} {text!r} is not a size: give one like 2GiB, 1.5GB or 500MB")
     number, letter, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(letter.upper()) + 1 if letter else 0))
+
+
+def read_memory(text: str | None, device: torch.device) -> int:
+    """Parse a --memory option; return the number of bytes."""
+    return default_memory(device) if text is None else read_size(text)
 
 
 def read_count(text: str, option: str) -> float:

@@ -41,7 +41,7 @@ from adalog.cli.options import (
     ThreadsOption,
     WidthsOption,
     find_device,
-    read_size,
+    read_memory,
     read_widths,
     thread_count,
 )
@@ -82,7 +82,7 @@ def command(
     device: DeviceOption = "cpu",
     seed: SeedOption = 0,
     threads: ThreadsOption = 0,
-    memory: MemoryOption = "2GiB",
+    memory: MemoryOption = None,
     json_out: JsonOption = None,
 ) -> None:
     """Plot the loss of a quantized model against its size and its operations.
@@ -90,7 +90,8 @@ def command(
     For several budgets, adalog chooses the bits of each operand.
     The plot compares these models with models that have the same bits for all operands.
     """
-    jobs, limit, place = thread_count(threads), read_size(memory), find_device(device)
+    jobs, place = thread_count(threads), find_device(device)
+    limit = read_memory(memory, place)
     setup = Setup(no_pretrained, checkpoint, seed, jobs, limit, place, ranks=job())
     tried = read_widths(widths)
     if len(tried) < 2:

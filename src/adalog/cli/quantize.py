@@ -38,8 +38,8 @@ from adalog.cli.options import (
     Setup,
     ThreadsOption,
     find_device,
+    read_memory,
     read_pinned,
-    read_size,
     thread_count,
 )
 from adalog.cli.targets import find_calibration, load_model, source_of
@@ -121,11 +121,11 @@ def command(
     device: DeviceOption = "cpu",
     seed: SeedOption = 0,
     threads: ThreadsOption = 0,
-    memory: MemoryOption = "2GiB",
+    memory: MemoryOption = None,
     json_out: JsonOption = None,
 ) -> None:
     """Quantize a model and write it to one file, the artifact."""
-    size, limits = read_size(memory), budgets.read_budget(budget, target_bops, target_fixops, max_kl)
+    limits = budgets.read_budget(budget, target_bops, target_fixops, max_kl)
     config = dataclasses.replace(
         Config.preset(bits, method), images=images, pinned=tuple(map(read_pinned, pinned or ()))
     )
@@ -140,6 +140,7 @@ def command(
     check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, sensitivity, data))
     check_unfinished(partial, resume)
     place = find_device(device)
+    size = read_memory(memory, place)
     setup = Setup(no_pretrained, checkpoint, seed, thread_count(threads), size, place, free_sizes, job())
     if asked is not None:
         detectors.check_setup(setup)

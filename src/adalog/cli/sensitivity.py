@@ -39,7 +39,7 @@ from adalog.cli.options import (
     ThreadsOption,
     WidthsOption,
     find_device,
-    read_size,
+    read_memory,
     read_widths,
     thread_count,
 )
@@ -66,7 +66,7 @@ def command(
     device: DeviceOption = "cpu",
     seed: SeedOption = 0,
     threads: ThreadsOption = 0,
-    memory: MemoryOption = "2GiB",
+    memory: MemoryOption = None,
     json_out: JsonOption = None,
 ) -> None:
     """Measure the loss of a model if only one operand is quantized, for each operand and several bits.
@@ -74,7 +74,8 @@ def command(
     The loss is the KL divergence from the float model for a classifier, otherwise the relative squared error.
     Other commands read the result to choose bits within a budget.
     """
-    jobs, limit, place = thread_count(threads), read_size(memory), find_device(device)
+    jobs, place = thread_count(threads), find_device(device)
+    limit = read_memory(memory, place)
     setup = Setup(no_pretrained, checkpoint, seed, jobs, limit, place, ranks=job())
     tried = read_widths(widths)
     config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # --widths replaces these bits

@@ -12,7 +12,7 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
 from adalog import artifact
-from adalog.calibration.calibration import MEMORY, Calibration, digest
+from adalog.calibration.calibration import Calibration, digest
 from adalog.calibration.schedule import Progress
 from adalog.config import Config
 from adalog.detection.detector import KINDS, Detector, Settings
@@ -43,7 +43,7 @@ def quantize_detector(
     parts: Collection[str] = KINDS,
     seed: int = 0,
     jobs: int = 1,
-    memory: int = MEMORY,
+    memory: int | None = None,
     partial: Path | None = None,
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
@@ -92,7 +92,7 @@ def quantize_detector(
 
 
 def part_calibration(
-    part: nn.Module, name: str, first: tuple[Tensor, ...], given: tuple[Tensor, ...], *, seed: int, memory: int
+    part: nn.Module, name: str, first: tuple[Tensor, ...], given: tuple[Tensor, ...], *, seed: int, memory: int | None
 ) -> Calibration:
     """Return the calibration of a part. first: its inputs on the calibration images; given: on all images."""
     sizes = _sizes(name.partition("_")[0])

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from adalog.calibration import schedule
-from adalog.calibration.calibration import MEMORY
 from adalog.config import Config
 from adalog.detection.detector import KINDS, Detector
 from adalog.detection.images import Batch
 from adalog.detection.quantized import check_parts, config_of, part_calibration, recorded, within
+from adalog.device import default_memory
 from adalog.ranks import ALONE, Ranks
 from adalog.study.sensitivity import WIDTHS, Sensitivity, sensitivity
 
@@ -27,7 +27,7 @@ def sensitivities(
     parts: Collection[str] = KINDS,
     seed: int = 0,
     jobs: int = 1,
-    memory: int = MEMORY,
+    memory: int | None = None,
     partial: Path | None = None,
     progress: schedule.Progress | None = None,
     ranks: Ranks = ALONE,
@@ -55,7 +55,7 @@ def sensitivities(
                 widths,
                 measure="relative squared error",
                 jobs=jobs,
-                memory=memory // 2,
+                memory=(default_memory(inputs[name][0].device) if memory is None else memory) // 2,
                 partial=None if partial is None else partial.with_name(f"{partial.name}.{name}"),
                 progress=within(name, progress),
                 ranks=ranks,

@@ -149,7 +149,7 @@ class _Build:
         start = 0
         for site in group.sites:
             end = start + self._program.tensors[site.right].shape[0]
-            bias = None if assignment.bias is None else assignment.bias[start:end]
+            bias = None if assignment.bias is None else _between(assignment.bias, start, end)
             self._place_weight(site, inputs, _rows(assignment.right, start, end), fold, offset, bias)
             start = end
 
@@ -195,7 +195,7 @@ class _Build:
         values, shape = original.flatten(1), original.shape
         bias = None if site.bias is None else self._tensors[site.bias]
         new_bias = bias
-        if fold is not None:
+        if fold is not None and (given is None or not isinstance(right, QuantizedTensor)):
             values, new_bias = fold.linear(original, bias)
         name = self._own(site.right, calls)
         if right is None:
@@ -257,13 +257,18 @@ def _rows(right: Quantizer | QuantizedTensor | None, start: int, end: int) -> Qu
     """Return rows start to end of a weight, counted through all groups; its quantizer has the shape (..., rows, 1)."""
 
     def some(value: Tensor) -> Tensor:
-        return value.flatten(0, -2)[start:end]
+        return _between(value.flatten(0, -2), start, end)
 
     if right is None:
         return None
     if isinstance(right, QuantizedTensor):
         return QuantizedTensor(some(right.codes), right.quantizer.map(some))
     return right.map(some)
+
+
+def _between(value: Tensor, start: int, end: int) -> Tensor:
+    """Return the entries start to end of the first dimension, without a slice to differentiate if these are all."""
+    return value if start == 0 and end == len(value) else value[start:end]
 
 
 def _untransposed(value: Tensor) -> Tensor:
@@ -274,5 +279,5 @@ def _untransposed(value: Tensor) -> Tensor:
 def _without_lead(value: Tensor) -> Tensor:
     """Drop the leading dimensions of size one, which a table that all images share does not have."""
     while value.ndim and value.shape[0] == 1:
-        value = value[0]
+        value = value.squeeze(0)
     return value

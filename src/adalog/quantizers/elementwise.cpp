@@ -30,7 +30,8 @@ namespace {
 typedef uint16_t bfloat16;
 
 // Round to the nearest whole number, halves to even. If the processor may lack an instruction for that, the builtin
-// would be a function call per value. Adding 1.5 * 2^23 rounds as well, up to 2^22, which is beyond all codes.
+// would be a function call per value. Adding 1.5 * 2^23 rounds as well, up to 2^22, which is beyond all codes. For
+// doubles these numbers are 1.5 * 2^52 and 2^51.
 INLINE float rounded(float value) {
 #if defined(CLONES) || defined(__SSE4_1__) || defined(__aarch64__)
     return __builtin_nearbyintf(value);
@@ -38,6 +39,16 @@ INLINE float rounded(float value) {
     value = value < -4194304.0f ? -4194304.0f : value;
     value = value > 4194304.0f ? 4194304.0f : value;
     return (value + 12582912.0f) - 12582912.0f;
+#endif
+}
+
+INLINE double rounded(double value) {
+#if defined(CLONES) || defined(__SSE4_1__) || defined(__aarch64__)
+    return __builtin_nearbyint(value);
+#else
+    value = value < -2251799813685248.0 ? -2251799813685248.0 : value;
+    value = value > 2251799813685248.0 ? 2251799813685248.0 : value;
+    return (value + 6755399441055744.0) - 6755399441055744.0;
 #endif
 }
 
@@ -183,6 +194,32 @@ INLINE void straight_through(const float* gradient, const float* values, const f
     }
 }
 
+// The codes of a few outputs of one group; see `adalog_codes_in_turn`. width: the number of these outputs, at most 32.
+INLINE void codes_in_turn(const double* left, const double* form, const double* base, const double* scale,
+                          const double* zero_point, double top, int64_t rows, int64_t outputs, int64_t width,
+                          const int64_t* strides, double* codes, double* moved) {
+    double held[64][32];  // `moved`, whose rows can be so far apart in memory that the cache would not hold them
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t at = row * outputs;
+        const double own = form[row * (strides[0] + strides[1])];
+        double pull[32], *move = held[row];
+        for (int64_t i = 0; i < width; i++) pull[i] = left[at + i];
+        for (int64_t before = 0; before < row; before++) {
+            const double factor = form[before * strides[0] + row * strides[1]];
+            for (int64_t i = 0; i < width; i++) pull[i] -= factor * held[before][i];
+        }
+        for (int64_t i = 0; i < width; i++) {
+            const double value = base ? base[at + i] + pull[i] / own : pull[i];
+            double code = rounded(value / scale[i]) + zero_point[i];
+            code = code < 0 ? 0 : code;
+            code = code > top ? top : code;
+            const double level = (code - zero_point[i]) * scale[i];
+            codes[at + i] = code;
+            moved[at + i] = move[i] = base ? level - base[at + i] : (value - level) / own;
+        }
+    }
+}
+
 }  // namespace
 
 API void adalog_nearest_uniform(const float* values, int64_t outer, int64_t groups, int64_t inner, const float* scale,
@@ -258,4 +295,29 @@ API void adalog_sums_bfloat16(const bfloat16* product, const float* base, const 
         sums<bfloat16, true>(product, base, error, outer, groups, inner, block, count, out);
     else
         sums<bfloat16, false>(product, base, error, outer, groups, inner, block, count, out);
+}
+
+// Choose the codes of up to 64 consecutive rows, one row after another, for weights that are transposed: (groups, rows,
+// outputs). Before the code of a row is chosen, moved[j] * form[j, row] is subtracted from left[row] for each row j
+// before it. Without a base, left is what is quantized, and moved is the error relative to form[row, row]. With a base,
+// left / form[row, row] is added to the base, and moved is the change of the level.
+// stride: between the groups of left, base and codes. strides: between the groups, rows and columns of form, (groups,
+// rows, rows). scale, zero_point: (groups, outputs). moved: (groups, rows, outputs).
+API void adalog_codes_in_turn(const double* left, const double* form, const double* base, const double* scale,
+                              const double* zero_point, double top, int64_t groups, int64_t rows, int64_t outputs,
+                              int64_t stride, int64_t form_group, int64_t form_row, int64_t form_column, double* codes,
+                              double* moved) {
+    const int64_t strides[2] = {form_row, form_column};
+    for (int64_t group = 0; group < groups; group++)
+        for (int64_t first = 0; first < outputs; first += 32) {
+            const int64_t at = group * stride + first, own = group * outputs + first;
+            const double *each = form + group * form_group, *from = base ? base + at : nullptr;
+            double* to = moved + group * rows * outputs + first;
+            if (outputs - first >= 32)  // a constant width makes faster loops
+                codes_in_turn(left + at, each, from, scale + own, zero_point + own, top, rows, outputs, 32, strides,
+                              codes + at, to);
+            else
+                codes_in_turn(left + at, each, from, scale + own, zero_point + own, top, rows, outputs,
+                              outputs - first, strides, codes + at, to);
+        }
 }

@@ -1,8 +1,9 @@
-"""Fake quantization and its gradient in one pass, by the compiled library (`elementwise.cpp`).
+"""Fake quantization, its gradient, and codes in turn in one pass, by the compiled library (`elementwise.cpp`).
 
 Each function returns None if the library cannot compute it: without a library, for other dtypes and devices, and for
 parameters that vary from one value to the next. The caller then uses PyTorch, which takes several passes. The values
 are the same to the bit, but sums are added in another order. The library does not check the sizes that it gets.
+On CUDA devices, Triton chooses codes in turn (`elementwise_cuda.py`).
 """
 
 import ctypes
@@ -28,6 +29,10 @@ _SEARCH = {  # one function for each dtype in KINDS
     "table_errors": (_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE, _POINTER),
     "sums": (_POINTER, _POINTER, _POINTER, *_THREE, _SIZE, _SIZE, _POINTER),
 }
+_CORRECTION = {
+    "codes_in_turn": (*(_POINTER,) * 5, ctypes.c_double, *_THREE, *(_SIZE,) * 4, _POINTER, _POINTER),
+}
+_MOST_ROWS = 64  # whose codes are chosen in one call
 _LEAST = 16  # consecutive values that share parameters; with fewer, PyTorch is faster
 
 
@@ -39,19 +44,20 @@ def _functions() -> dict[str, Callable[..., None]]:
         return {}
     searching = {f"{name}_{kind}": types for name, types in _SEARCH.items() for kind in KINDS.values()}
     functions = {}
-    for name, types in {**_FAKE_QUANTIZATION, **searching}.items():
+    for name, types in {**_FAKE_QUANTIZATION, **_CORRECTION, **searching}.items():
         functions[name] = getattr(found, f"adalog_{name}")
         functions[name].argtypes, functions[name].restype = types, None
     return functions
 
 
-def compiled(name: str, *values: Tensor) -> Callable[..., None] | None:
+def compiled(name: str, *values: Tensor, dtype: torch.dtype = torch.float32) -> Callable[..., None] | None:
     """Return the library's function of this name, or None if it cannot take these values.
 
-    It takes float32 tensors in CPU memory, but not the placeholders that PyTorch uses while it traces or maps a
+    It takes tensors of one dtype in CPU memory, but not the placeholders that PyTorch uses while it traces or maps a
     function.
     """
-    return _functions().get(name) if are_values(*values) and all(map(_in_memory, values)) else None
+    able = are_values(*values) and all(_in_memory(value, dtype) for value in values)
+    return _functions().get(name) if able else None
 
 
 def are_values(*tensors: Tensor) -> bool:
@@ -62,8 +68,8 @@ def are_values(*tensors: Tensor) -> bool:
     return all(type(value) in (Tensor, nn.Parameter) and not wrapped(value) for value in tensors)
 
 
-def _in_memory(value: Tensor) -> bool:
-    return value.device.type == "cpu" and value.dtype == torch.float32 and not value.is_neg()
+def _in_memory(value: Tensor, dtype: torch.dtype) -> bool:
+    return value.device.type == "cpu" and value.dtype == dtype and not value.is_neg()
 
 
 def sizes_around(shape: Sequence[int], own_dims: Sequence[int]) -> tuple[int, int, int] | None:
@@ -143,3 +149,53 @@ def straight_through(
     call(*given, *sizes, *between, above, mixed, *made)
     by_low, by_high, by_step = (each.reshape(low.shape).to(low.dtype) for each in sums.unbind(1))
     return result, [by_low, by_high, by_step / step]
+
+
+def codes_in_turn(
+    left: Tensor, form: Tensor, base: Tensor | None, parameters: Sequence[Tensor], bits: int, rows: range, codes: Tensor
+) -> Tensor | None:
+    """Choose the uniform codes of at most 64 consecutive rows of weights, one row after another, in float64.
+
+    Let f be the form. Before the code of row r is chosen, each earlier row q in `rows` subtracts f[q, r] moved[q] from
+    left[r]. Without a base, left[r] is quantized, and moved[r] is its error divided by f[r, r]. With a base, base[r] +
+    left[r] / f[r, r] is quantized, and moved[r] is the new level minus base[r].
+
+    left: (G, K, O); it does not change. form: (G, K, K). base: (G, K, O). parameters: scale and zero point, (G, 1, O).
+    codes: (G, K, O), gets the codes of these rows. The result is `moved`, (G, len(rows), O).
+    """
+    groups, _, outputs = left.shape
+    wholes = [left, codes, *parameters, *([] if base is None else [base])]
+    fit = form.dtype == torch.float64 and all(value.shape == (groups, 1, outputs) for value in parameters)
+    fit = fit and all(value.dtype == torch.float64 and value.is_contiguous() for value in wholes)
+    if not fit or len(rows) > _MOST_ROWS:
+        return None
+    span = slice(rows.start, rows.stop)
+    blocks = left[:, span], form[:, span, span], None if base is None else base[:, span]
+    moved = torch.empty((groups, len(rows), outputs), dtype=left.dtype, device=left.device)
+    if left.device.type == "cuda":
+        launch = _launch_codes_in_turn()
+        if launch is None:
+            return None
+        with torch.cuda.device(left.device):
+            launch(*blocks, *parameters, 2**bits - 1, codes[:, span], moved)
+        return moved
+    call = compiled("codes_in_turn", *wholes, form, dtype=torch.float64)
+    if call is None:
+        return None
+    given = [None if block is None else block.data_ptr() for block in (*blocks, *parameters)]
+    sizes = groups, len(rows), outputs, left.shape[1] * outputs, *form.stride()
+    call(*given, 2**bits - 1, *sizes, codes[:, span].data_ptr(), moved.data_ptr())
+    return moved
+
+
+@functools.cache
+def _launch_codes_in_turn() -> Callable[..., None] | None:
+    """Return the function that launches Triton's kernel, or None if Triton is missing or cannot compile it here."""
+    try:
+        from adalog.quantizers.elementwise_cuda import launch_codes_in_turn
+
+        one = torch.ones(1, 1, 1, dtype=torch.float64, device="cuda")
+        launch_codes_in_turn(one, one, None, one, one, 1, torch.empty_like(one), torch.empty_like(one))
+    except Exception:  # Triton's compiler raises errors of many types, such as when there is no C compiler
+        return None
+    return launch_codes_in_turn

@@ -90,6 +90,13 @@ def log_levels(
 
 
 @lru_cache(4096)
+def _ends(q: int, r: int, bits: int, **choices: Any) -> tuple[float, float]:
+    """Return the first and the last level of `log_levels`, without a read of a tensor in every step of training."""
+    levels = log_levels(q, r, bits, **choices)
+    return float(levels[0]), float(levels[-1])
+
+
+@lru_cache(4096)
 def log_thresholds(
     q: int,
     r: int,
@@ -362,7 +369,7 @@ class LogQuantizer(Quantizer):
             return self._traced(x)
         flat = x.reshape(-1)
         if self.rounding == "nearest":
-            dtype = torch.result_type(self._lifted(flat[:1]), self.scale)
+            dtype = torch.result_type(at_least_float32(flat[:1]), self.scale)
             bins = _bins_on(x.device, dtype, self.q, self.r, self.bits, rounding=self.rounding, **self._choices)
             if bins.fit and are_values(x):  # the level is looked up directly, without the code
                 levels = self.dequantize(bins.counts.reshape(-1)).to(x.dtype).reshape(-1)
@@ -376,12 +383,22 @@ class LogQuantizer(Quantizer):
     def _places(self, x: Tensor, bins: Bins) -> Tensor:
         return _places((self._lifted(x) / self.scale).reshape(-1), bins)
 
-    def bounds(self) -> tuple[Tensor, Tensor]:
+    def steps(self) -> tuple[Tensor, Tensor]:
+        """Return the levels and the thresholds between them at scale 1, ascending: float64, on the CPU."""
         levels = log_levels(self.q, self.r, self.bits, **self._choices)
-        return float(levels[-1]) * self.scale - self.offset, float(levels[0]) * self.scale - self.offset
+        cuts = log_thresholds(self.q, self.r, self.bits, rounding=self.rounding, **self._choices)
+        return levels.flip(0), cuts.flip(0)
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        first, last = _ends(self.q, self.r, self.bits, **self._choices)
+        return last * self.scale - self.offset, first * self.scale - self.offset
 
     def step(self, x: Tensor) -> Tensor:
         return self.scale
+
+    @property
+    def origin(self) -> float | None:
+        return -self.offset
 
     @property
     def code_count(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from adalog.device import waits_for_launches
 from adalog.errors import ArtifactError
 from adalog.quantizers.elementwise import straight_through
 
@@ -77,6 +78,33 @@ class _QuantizedStraightThrough(torch.autograd.Function):
             values, hats = (each.to(wide) for each in others)
             put.copy_(_gradient_by_values(given.to(wide), values, hats, trained, sums, ctx.above, ctx.mixed))
         return found if ctx.needs_input_grad[0] else None, *(sums if needed else (None,) * 3), None, None, None
+
+
+class _ScaledStraightThrough(torch.autograd.Function):
+    """x_hat, with the gradients of `_QuantizedStraightThrough` by x, the scale and the zero point, in few operations.
+
+    hat: x_hat. It is the origin plus whole or other fixed numbers of scales, less a whole number of zero points.
+    inside: 1 for values within the range and for values that are not quantized, 0 for the others.
+    error: the distance of x_hat from the origin, less that of x if it is inside.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, hat: Tensor, inside: Tensor, error: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(scale, inside, error)
+        return hat.view_as(hat)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        scale, inside, error = ctx.saved_tensors
+        by_x = gradient * inside
+        by_scale = by_zero_point = None
+        if ctx.needs_input_grad[1]:
+            by_scale = (gradient * error).sum_to_size(scale.shape) / scale
+        if ctx.needs_input_grad[2]:
+            by_zero_point = (by_x - gradient).sum_to_size(scale.shape) * scale
+        return by_x if ctx.needs_input_grad[0] else None, by_scale, by_zero_point, None, None, None
 
 
 def _gradient_by_values(
@@ -156,6 +184,8 @@ class Quantizer(ABC):
         """
         trained = (x, *self.parameters().values())
         differentiable = torch.is_grad_enabled() and any(value.requires_grad for value in trained)
+        if differentiable and self.origin is not None and x.dtype == self.scale.dtype and waits_for_launches(x.device):
+            return self._fake_quantize_in_few_operations(x.contiguous(), kept, self.origin)
         x = x.contiguous() if differentiable else x
         with torch.no_grad():
             hat = self._nearest(x)
@@ -168,6 +198,31 @@ class Quantizer(ABC):
             x, low, high, self.step(x), hat, self.kept_offset, kept is not None
         )
         return made
+
+    def _fake_quantize_in_few_operations(self, x: Tensor, kept: Tensor | None, origin: float) -> Tensor:
+        """Return the same as `fake_quantize`, with gradients of the scale and the zero point."""
+        above = self.kept_offset
+        with torch.no_grad():
+            hat, low, high = self._nearest_and_bounds(x)
+            inside = _one_where(torch.eq, torch.clamp(x, low, high), x)
+            if kept is not None:
+                hat.lerp_(x + above if above else x, kept)
+                torch.maximum(inside, kept, out=inside)
+            error = torch.addcmul(hat - (above + origin) if above + origin else hat, inside, x, value=-1)
+            error = error.add_(inside, alpha=origin) if origin else error
+        made: Tensor = _ScaledStraightThrough.apply(  # type: ignore[no-untyped-call]
+            x, self.scale, self.parameters().get("zero_point"), hat, inside, error
+        )
+        return made
+
+    def _nearest_and_bounds(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x_hat and the result of `bounds`."""
+        return self._nearest(x), *self.bounds()
+
+    @property
+    def origin(self) -> float | None:
+        """The value that no scale moves, if all levels are at fixed numbers of scales from it, else None."""
+        return None
 
     def _nearest(self, x: Tensor) -> Tensor:
         return by_slices(lambda some: self.dequantize(self.quantize(some)).to(x.dtype), x, self.scale)

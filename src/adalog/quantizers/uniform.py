@@ -96,8 +96,18 @@ class UniformQuantizer(Quantizer):
     def bounds(self) -> tuple[Tensor, Tensor]:
         return -self.zero_point * self.scale, (2**self.bits - 1 - self.zero_point) * self.scale
 
+    def _nearest_and_bounds(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        low = -self.zero_point
+        high = low + (2**self.bits - 1)
+        hat = torch.div(x, self.scale).round_().clamp_(low, high).mul_(self.scale)
+        return hat, low * self.scale, high * self.scale
+
     def step(self, x: Tensor) -> Tensor:
         return self.scale
+
+    @property
+    def origin(self) -> float | None:
+        return 0.0
 
     @classmethod
     def reaching(cls, upper: Tensor, bits: int, offset: float) -> "UniformQuantizer":

@@ -1,8 +1,9 @@
 """Searches for the quantizers of one product; they know nothing about graphs."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import ClassVar
 
 from torch import Tensor
@@ -58,9 +59,22 @@ class AnySearch(ABC):
         """
         raise ValueError(f"{type(self).__name__} does not fold norms")
 
+    def fold_together(
+        self, values: Sequence[Tensor], bits: int, weights: Sequence[Tensor]
+    ) -> list[tuple[Fold, UniformQuantizer | None]]:
+        """Return the results of `fold_channels` for several norms, whose values and weights have the same shapes."""
+        return [self.fold_channels(*each) for each in zip(values, repeat(bits), weights)]
+
     @abstractmethod
     def search_product(self, product: Product) -> Assignment:
         """Return the quantizers of a product's operands."""
+
+    def search_together(self, products: Sequence[Product]) -> list[Assignment]:
+        """Return the results of `search_product` for several products, whose operands have the same shapes and formats.
+
+        A search may override it to take fewer and larger operations. No product has a start.
+        """
+        return [self.search_product(product) for product in products]
 
     @property
     def why_unstored(self) -> str:

@@ -1,6 +1,7 @@
 """Search uniform bounds, and logarithmic bases and scales, with rounds of Algorithm 1 (Sec. 3.4)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -23,7 +24,16 @@ from adalog.search.objective import OwnError, ProductError
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
 from adalog.search.quantiles import coprime
-from adalog.search.strategies import Loss, alternating, brute_force, fpcs, grid_spacing, rescaled, walk
+from adalog.search.strategies import (
+    Loss,
+    alternating,
+    brute_force,
+    first_least,
+    fpcs,
+    grid_spacing,
+    rescaled,
+    walk,
+)
 
 # Stop when a round improves the loss by less than this fraction.
 _LEAST_GAIN = 1e-3
@@ -115,64 +125,113 @@ class Search(AnySearch):
         return ""
 
     def fold_channels(self, values: Tensor, bits: int, weight: Tensor) -> tuple[Fold, UniformQuantizer | None]:
-        ranges = best_ranges(values, bits, self, weight) if self.fold_ranges == "best" else self.fold_ranges
-        return Fold.sharing(*search_channels(values, bits, replace(self, fold_ranges=ranges))), None
+        return self.fold_together([values], bits, [weight])[0]
+
+    def fold_together(
+        self, values: Sequence[Tensor], bits: int, weights: Sequence[Tensor]
+    ) -> list[tuple[Fold, UniformQuantizer | None]]:
+        stack = torch.stack(list(values))
+        ranges = [self.fold_ranges] * len(stack)
+        if self.fold_ranges == "best":
+            ranges = best_ranges(stack, bits, self, torch.stack(list(weights)))
+        found = dict[int, tuple[Tensor, Tensor]]()
+        for kind in dict.fromkeys(ranges):
+            members = [index for index, chosen in enumerate(ranges) if chosen == kind]
+            some = stack if len(members) == len(stack) else stack[members]
+            parameters = search_channels(some, bits, replace(self, fold_ranges=kind))
+            found |= {index: (parameters[0][place], parameters[1][place]) for place, index in enumerate(members)}
+        return [(Fold.sharing(*found[index]), None) for index in range(len(stack))]
 
     def search_product(self, product: Product) -> Assignment:
-        # Both operands are searched in turn, and a quantizer is never replaced by a worse one. The left quantizer
-        # starts from its operand's own error, and the right operand is searched first. Later searches of an operand try
-        # only points near its current one, if the steps use a sample and there are more than twice as many rows as
-        # columns: with few rows, the best point moves far when the other operand changes. The rounds stop when one
-        # improves the loss by less than the fraction _LEAST_GAIN. If the product has a start, both operands begin
-        # there, and the start is returned unless the result is better.
-        left, right, start = product.left, product.right, product.start
-        rows, columns = left.values[..., 0].numel(), left.values.shape[-1]
-        many = self.rough_rows > 0 and rows > max(self.rough_rows, 2 * columns)
-        first = None if start is None else point_of(left, start.left)
-        second = None if start is None else point_of(right, start.right)
-        if (first is None) != left.is_float or (second is None) != right.is_float:
+        start = product.start
+        first = None if start is None else point_of(product.left, start.left)
+        second = None if start is None else point_of(product.right, start.right)
+        if (first is None) != product.left.is_float or (second is None) != product.right.is_float:
             start = None  # its bits or kinds of quantizers differ from the formats of the operands
-        if first is None and not left.is_float:
-            first = search_own(left, self)
-        left_hat, right_hat = left.quantized_at(first), right.values
-        error = math.inf
-        if not right.is_float:
-            second, error = _search_operand(right, left.values, left_hat, self, second)
-            right_hat = right.quantized_at(second)
-        for index in range(self.rounds):
-            before = first, error
-            if not left.is_float:
-                first, error = _search_operand(left, right.values, right_hat, self, first, nearby=many and index > 0)
-                left_hat = left.quantized_at(first)
-            if not right.is_float and first is not before[0]:
-                second, error = _search_operand(right, left.values, left_hat, self, second, nearby=many)
-                right_hat = right.quantized_at(second)
-            if error > before[1] * (1 - _LEAST_GAIN):
-                break
-        x_side, w_side = left.quantizer(first), right.quantizer(second)
-        if self.refit and right.has_own_rows and isinstance(w_side, Quantizer):
-            found = product.assigned_refitted(x_side, w_side)
-        else:
-            found = product.assigned(x_side, w_side)
+        found = self._assigned(product, *self._points(product.left, product.right, first, second))
         if start is None:
             return found
         given = product.assigned(start.left, start.right)
         return found if found.sqnr > given.sqnr else given
 
+    def search_together(self, products: Sequence[Product]) -> list[Assignment]:
+        if len(products) == 1:
+            return [self.search_product(products[0])]
+        left = Operand.stack([product.left for product in products])
+        right = Operand.stack([product.right for product in products])
+        points = [[None] * len(products) if found is None else found.unbind(1) for found in self._points(left, right)]
+        return [self._assigned(product, *each) for product, *each in zip(products, *points, strict=True)]
 
-def best_ranges(values: Tensor, bits: int, search: Search, weight: Tensor) -> FoldRanges:
+    def _assigned(self, product: Product, first: Tensor | None, second: Tensor | None) -> Assignment:
+        x_side, w_side = product.left.quantizer(first), product.right.quantizer(second)
+        if self.refit and product.right.has_own_rows and isinstance(w_side, Quantizer):
+            return product.assigned_refitted(x_side, w_side)
+        return product.assigned(x_side, w_side)
+
+    def _points(
+        self, left: Operand, right: Operand, first: Tensor | None = None, second: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the best points of both operands, starting from given ones; a float operand has none.
+
+        Stacked operands have (P, stack, *groups) points.
+        """
+        # Both operands are searched in turn, and a quantizer is never replaced by a worse one. The left quantizer
+        # starts from its operand's own error, and the right operand is searched first. Later searches of an operand try
+        # only points near its current one, if the steps use a sample and there are more than twice as many rows as
+        # columns: with few rows, the best point moves far when the other operand changes. The rounds stop when one
+        # improves the loss by less than the fraction _LEAST_GAIN. Each product of a stack stops by itself.
+        rows, columns = left.values[..., 0].numel() // left.stack_size, left.values.shape[-1]
+        many = self.rough_rows > 0 and rows > max(self.rough_rows, 2 * columns)
+        if first is None and not left.is_float:
+            first = search_own(left, self)
+        left_hat, right_hat = left.quantized_at(first), right.values
+        error = left.values.new_full([left.stack_size] * left.stacked, math.inf, dtype=torch.float64)
+        if not right.is_float:
+            second, error = _search_operand(right, left.values, left_hat, self, second)
+            right_hat = right.quantized_at(second)
+        going = torch.ones_like(error, dtype=torch.bool)
+        for index in range(self.rounds):
+            before, moved = error, going
+            if first is not None:
+                found, least = _search_operand(left, right.values, right_hat, self, first, nearby=many and index > 0)
+                moved = going & (found != first).movedim(0, -1).reshape(*going.shape, -1).any(-1)
+                first, error = _where(going, found, first), torch.where(going, least, error)
+                left_hat = left.quantized_at(first)
+            if second is not None and bool(moved.any()):
+                found, least = _search_operand(right, left.values, left_hat, self, second, nearby=many)
+                second, error = _where(moved, found, second), torch.where(moved, least, error)
+                right_hat = right.quantized_at(second)
+            going = going & ~(error > before * (1 - _LEAST_GAIN))
+            if index + 1 < self.rounds and not bool(going.any()):
+                break
+        return first, second
+
+
+def _where(which: Tensor, found: Tensor, before: Tensor) -> Tensor:
+    """Return the points that were found for some products of a stack, and those before for all others.
+
+    which: (stack,), or () for a single product. found, before: (P, stack, *groups), or (P, *groups).
+    """
+    return torch.where(which.view(1, *which.shape, *(1 for _ in range(found.ndim - 1 - which.ndim))), found, before)
+
+
+def best_ranges(values: Tensor, bits: int, search: Search, weight: Tensor) -> list[FoldRanges]:
     """Return the kind of ranges with the smallest error of the linears' outputs on the last quarter of the rows.
 
     The ranges come from the rows before them. Rows are in the order of the images, so these rows are of other images.
+    values, weight: (norms, T, C) and (norms, O, C). There is one kind for each norm.
     """
-    fitted, held_out = values.tensor_split([len(values) - len(values) // 4])
+    fitted, held_out = values.tensor_split([values.shape[1] - values.shape[1] // 4], dim=1)
 
-    def error(ranges: FoldRanges) -> float:
-        scale, zero_point = search_channels(fitted, bits, replace(search, fold_ranges=ranges))
+    def error(ranges: FoldRanges) -> Tensor:
+        scale, zero_point = (
+            each.unsqueeze(1) for each in search_channels(fitted, bits, replace(search, fold_ranges=ranges))
+        )
         added = UniformQuantizer(scale, zero_point, bits).fake_quantize(held_out) - held_out
-        return float((added @ weight.t()).square().sum())
+        return (added @ weight.mT).square().sum((1, 2))
 
-    return min(_RANGES, key=error)
+    errors = torch.stack([error(ranges) for ranges in _RANGES])
+    return [_RANGES[index] for index in first_least(errors).tolist()]
 
 
 def point_of(operand: Operand, side: Quantizer | QuantizedTensor | None) -> Tensor | None:
@@ -240,35 +299,45 @@ def minimise(
 
 def search_own(operand: Operand, search: Search) -> Tensor:
     """Return the operand's best point by its own error; the output is not considered."""
-    own = OwnError(operand.groups())
+    own = OwnError(operand.groups(), operand.stack_size)
     form = operand.format
 
     def uniform(points: Tensor) -> Tensor:
         return own.uniform_loss(*bounds_to_uniform(points[:, 0], points[:, 1], form.bits), form.bits)
 
     def stepwise(points: Tensor) -> Tensor:
-        levels, cuts = operand.steps(points)
-        return own.loss(levels[:, None], cuts[:, None])[:, 0]
+        count, _, *groups = points.shape
+        levels, cuts = (each.reshape(count, -1, each.shape[-1]) for each in operand.steps(points))
+        return own.loss(levels, cuts).view(count, *groups)
 
     loss = once(uniform if form.is_uniform else stepwise, operand.settled)
     return minimise(loss, operand, replace(search, strategy="fpcs"))
 
 
-def uniform_is_closer(operand: Operand, found: Quantizer, search: Search) -> bool:
-    """Return True if a uniform quantizer of as many bits has a smaller error of the operand's values.
+def uniform_is_closer(operands: Sequence[Operand], found: Sequence[Quantizer], search: Search) -> list[bool]:
+    """Return for each operand whether a uniform quantizer of as many bits has a smaller error of its values.
 
-    They are compared on some 1,024 rows.
+    They are compared on some 1,024 rows. The operands have the same shape.
     """
-    count = operand.values[..., 0].numel()
+    count = operands[0].values[..., 0].numel()
     step = coprime(max(1, count // _COMPARED), count)  # not the same position of every image
-    values, mask = (
-        None if each is None else each.reshape(count, -1)[::step] for each in (operand.values, operand.mask)
-    )
-    assert values is not None
-    sample = Operand(values, Format(found.bits), mask)
-    uniform = sample.quantizer(search_own(sample, search))
-    errors = [(sample.quantized(side) - sample.values).square().sum() for side in (uniform, found)]
-    return bool(errors[0] < errors[1])
+    samples = [
+        Operand(
+            operand.values.reshape(count, -1)[::step],
+            Format(quantizer.bits),
+            None if operand.mask is None else operand.mask.reshape(count, -1)[::step],
+        )
+        for operand, quantizer in zip(operands, found, strict=True)
+    ]
+    points = search_own(Operand.stack(samples), search).unbind(1)
+
+    def error(sample: Operand, quantizer: Quantizer | None) -> Tensor:
+        return (sample.quantized(quantizer) - sample.values).square().sum()
+
+    uniform = [error(sample, sample.quantizer(point)) for sample, point in zip(samples, points, strict=True)]
+    errors = [error(sample, quantizer) for sample, quantizer in zip(samples, found, strict=True)]
+    closer: list[bool] = (torch.stack(uniform) < torch.stack(errors)).tolist()
+    return closer
 
 
 def _search_operand(
@@ -279,13 +348,15 @@ def _search_operand(
     incumbent: Tensor | None,
     *,
     nearby: bool = False,
-) -> tuple[Tensor, float]:
-    """Return the best point of an operand and its loss.
+) -> tuple[Tensor, Tensor]:
+    """Return the best point of an operand and its loss: a number, or a number for each product of a stack.
 
     other, other_hat: the other operand, exact and quantized.
     """
     transposed = (other.transpose(-1, -2), other_hat.transpose(-1, -2))
-    error = ProductError.of(operand.values, *transposed, operand.format.own_dims, operand.mask, operand.alike)
+    error = ProductError.of(
+        *(operand.values, *transposed, operand.format.own_dims, operand.mask, operand.alike), stacked=operand.stacked
+    )
     fair, rough = judges(error, operand, search, nearby=nearby)
     if search.rough_rows:
         fast = rough.fast()
@@ -294,18 +365,17 @@ def _search_operand(
         elif nearby:
             fair = fast
         rough = fast
-    start, found, total = 0, [], 0.0
+    start, found, totals = 0, list[Tensor](), list[Tensor]()
     for piece, fairer, rougher in zip(error.by_rows(), fair.by_rows(), rough.by_rows(), strict=True):
-        rows = slice(start, start := start + len(piece.left))
-        known = incumbent if incumbent is None or piece is error else incumbent[:, rows]
+        rows = slice(start, start := start + piece.left.shape[-2])
+        known = incumbent if incumbent is None or piece is error else incumbent[..., rows]
         some = replace(operand, values=piece.left)
         cheaper = None if rough is fair else rougher.loss_once(some.errors, some.settled)
         best = minimise(fairer.loss_once(some.errors, some.settled), some, search, known, cheaper, nearby=nearby)
         best, least = _better(piece, some, best, known)
         found.append(best)
-        total += least
-    best = found[0] if len(found) == 1 else torch.cat(found, dim=1)
-    return incumbent if incumbent is not None and torch.equal(best, incumbent) else best, total
+        totals.append(least)
+    return found[0] if len(found) == 1 else torch.cat(found, dim=-1), sum(totals[1:], start=totals[0])
 
 
 def judges(
@@ -326,35 +396,40 @@ def judges(
     return fair, error.sample(search.rough_rows)
 
 
-def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tensor | None) -> tuple[Tensor, float]:
+def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the better of two points in each group by the exact loss, and the exact loss summed over the groups.
 
-    If no group gets better, the first result is the incumbent itself (the same object).
+    The loss is in float64: a number, or a number for each product of a stack.
     """
 
     def exact(point: Tensor) -> Tensor:
         return error.loss(lambda points: operand.quantized_at(points[0])[None], point[None])[0]
 
+    def total(losses: Tensor) -> Tensor:
+        return losses.reshape(*losses.shape[: operand.stacked], -1).sum(-1).double()
+
     new = exact(best)
     if incumbent is None:
-        return best, float(new.sum())
+        return best, total(new)
     old = exact(incumbent)
-    if not bool((new < old).any()):
-        return incumbent, float(old.sum())
-    return torch.where(new < old, best, incumbent), float(torch.minimum(new, old).sum())
+    return torch.where(new < old, best, incumbent), total(torch.minimum(new, old))
 
 
 def search_channels(values: Tensor, bits: int, search: Search) -> tuple[Tensor, Tensor]:
-    """Return (scale, zero_point), each (C,), of one uniform quantizer per channel, for a fold. values: (T, C).
+    """Return (scale, zero_point), each (norms, C), of one uniform quantizer per channel, for a fold.
+
+    values: (norms, T, C).
 
     `search.fold_ranges` chooses between two kinds of ranges. A range that is found by the channel's own error ("own")
     follows, with fine codes, the channel's few largest values, and may fit other images less well. The other kind is
     one range for all channels, in standard deviations around the mean of each channel.
     """
     if search.fold_ranges == "own":
-        point = search_own(Operand(values, Format(bits, own_dims=(1,))), search)
+        point = search_own(Operand(values, Format(bits, own_dims=(0, 2)), stacked=True), search)
         return bounds_to_uniform(point[0], point[1], bits)
-    mean, deviation = values.mean(0), values.std(0, correction=0)
-    deviation = deviation.clamp(min=max(float(deviation.mean()) * 1e-4, torch.finfo(values.dtype).tiny))
-    point = search_own(Operand((values - mean) / deviation, Format(bits)), search)
+    mean, deviation = values.mean(1), values.std(1, correction=0)
+    least = (deviation.mean(1, keepdim=True).double() * 1e-4).clamp(min=torch.finfo(values.dtype).tiny)
+    deviation = torch.maximum(deviation, least.to(values.dtype))
+    scaled = (values - mean.unsqueeze(1)) / deviation.unsqueeze(1)
+    point = search_own(Operand(scaled, Format(bits, own_dims=(0,)), stacked=True), search).unsqueeze(-1)
     return bounds_to_uniform(mean + deviation * point[0], mean + deviation * point[1], bits)

@@ -28,16 +28,17 @@ class Distinct:
     def of(points: Tensor) -> "Distinct":
         """Find the distinct candidates among points (K, P, *groups).
 
-        Only float32 points of one or two hyperparameters are compared; all other points count as distinct.
+        Only float32 points of one or two hyperparameters are compared; all other points count as distinct. So do all
+        points on an accelerator, for which a wait would take longer than the equal points.
         """
         count, dims, *groups = points.shape
-        if count == 1 or dims > 2 or points.dtype != torch.float32:
+        if count == 1 or dims > 2 or points.dtype != torch.float32 or points.device.type != "cpu":
             counts = torch.full(groups, count, device=points.device)
             places = torch.arange(count, device=points.device).view(-1, *(1 for _ in groups))
             return Distinct(points, counts, places.expand(count, *groups))
         bits = points.reshape(count, dims, -1).permute(1, 2, 0).contiguous().view(torch.int32).to(torch.int64)
         key = bits[0] if dims == 1 else (bits[0] << 32) + bits[1]  # (G, K)
-        order = _order(key)
+        order = torch.from_numpy(np.argsort(key.numpy(), 1))  # by NumPy, because its vectorized sort is faster
         key = key.gather(1, order)
         rank = (key[:, 1:] != key[:, :-1]).cumsum(1)
         rank = torch.cat([rank.new_zeros(len(rank), 1), rank], 1)
@@ -50,11 +51,6 @@ class Distinct:
     def to_all(self, losses: Tensor) -> Tensor:
         """Return the losses (K, *groups) of all candidates, given the losses (k, *groups) of the distinct ones."""
         return losses.gather(0, self.place)
-
-
-def _order(key: Tensor) -> Tensor:
-    """Return the indices that sort each row of (G, K), by NumPy on the CPU, because its vectorized sort is faster."""
-    return torch.from_numpy(np.argsort(key.numpy(), 1)) if key.device.type == "cpu" else key.argsort(dim=1)
 
 
 def once(loss: Callable[[Tensor], Tensor], settled: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

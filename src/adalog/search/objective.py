@@ -51,8 +51,8 @@ class ProductError:
     constant: ||left (right_hat - right)||^2, which is the same for all candidates.
     own_dims: the dimensions of `left` that have losses of their own (rows of a weight, heads). The error is summed over
         all others.
-    mask, alike: as in `of`.
-    rest: (I,) and (T, I), the parts that `leading` leaves out of the Gram matrix (only its diagonal) and of `base`.
+    mask, alike, stacked: as in `of`.
+    rest: (1, I) and (T, I), the parts that `leading` leaves out of the Gram matrix (only its diagonal) and of `base`.
     """
 
     left: Tensor
@@ -64,6 +64,7 @@ class ProductError:
     mask: Tensor | None = None
     alike: bool = True
     rest: tuple[Tensor, Tensor] | None = None
+    stacked: bool = False
 
     @staticmethod
     def of(
@@ -74,6 +75,7 @@ class ProductError:
         mask: Tensor | None = None,
         alike: bool = True,
         gram: bool | None = None,
+        stacked: bool = False,
     ) -> "ProductError":
         """Return the error of left @ right, given that the right operand is quantized to right_hat.
 
@@ -82,6 +84,7 @@ class ProductError:
         gram: True to use the Gram matrix; None: use it if that is cheaper. With it, the losses of a sample (`sample`)
             are all too large by one constant, and the losses of the leading part (`leading`) are off by one constant in
             each group.
+        stacked: True if the first dimension counts products that are searched together.
         """
         gram = right.shape[-1] > left.shape[-1] if gram is None else gram
         own = tuple(own_dims)
@@ -97,7 +100,7 @@ class ProductError:
             constant = _total(base.square(), own)
             if gram:
                 base, factor = base @ transposed, gram_matrix(right_hat)
-        return ProductError(left, factor, base, constant, gram, own, mask, alike)
+        return ProductError(left, factor, base, constant, gram, own, mask, alike, stacked=stacked)
 
     def fast(self) -> "ProductError":
         """Return the same error with products in bfloat16, if the device supports them and they take less time.
@@ -145,7 +148,7 @@ class ProductError:
         if not self.alike:
             tokens, columns = self.left[..., 0, 0].numel() // groups * self.factor.shape[-1], self.factor.shape[-1]
             stride = min(tokens // (times * max(rows, 1)), columns // _COLUMNS)
-            return self if self.gram or stride < 2 or self.left.ndim == 2 else self._columns(stride)
+            return self if self.gram or stride < 2 or self._of_weight else self._columns(stride)
         summed = [dim for dim in range(self.left.ndim - 1) if dim not in self.own_dims]
         stride = self.left[..., 0].numel() // groups // (times * max(rows, _ROUGH_ELEMENTS // width))
         if stride < 2 or self.left.ndim - 2 not in summed:
@@ -163,17 +166,18 @@ class ProductError:
         directions come from one step of subspace iteration.
         """
         gram, columns = self.factor, self.left.shape[-1]
-        if not self.gram or self.left.ndim > 2 or columns < _WIDE:
+        if not self.gram or not self._of_weight or columns < _WIDE:
             return self
         count, drawing = min(columns // _COLUMNS_OF_DIRECTION, _DIRECTIONS), torch.Generator("cpu").manual_seed(0)
         drawn = torch.randn(columns, count, generator=drawing, dtype=gram.dtype, device="cpu").to(gram.device)
         basis = torch.linalg.qr(gram @ torch.linalg.qr(gram @ drawn).Q).Q
         # In float64, since LAPACK's float32 may not converge if nearly all inputs are zero.
-        power, turn = (each.to(gram.dtype) for each in torch.linalg.eigh((basis.t() @ gram @ basis).double()))
+        power, turn = (each.to(gram.dtype) for each in torch.linalg.eigh((basis.mT @ gram @ basis).double()))
         directions, number = basis @ turn, torch.finfo(power.dtype)
-        length = power.clamp(min=max(float(power[-1]) * number.eps, number.tiny)).sqrt()
+        length = torch.maximum(power, (power[..., -1:] * number.eps).clamp(min=number.tiny)).sqrt().unsqueeze(-2)
         factor, base = directions * length, (self.base @ directions) / length
-        left_out = (gram.diagonal() - factor.square().sum(1)).clamp(min=0), self.base - base @ factor.t()
+        diagonal = (gram.diagonal(dim1=-2, dim2=-1) - factor.square().sum(-1)).clamp(min=0).unsqueeze(-2)
+        left_out = diagonal, self.base - base @ factor.mT
         return replace(self, factor=factor.contiguous(), base=base, gram=False, rest=left_out)
 
     def _columns(self, stride: int) -> "ProductError":
@@ -227,13 +231,15 @@ class ProductError:
         if not self._has_own_rows:
             return [self]
         count = max(1, self.left.numel() // chunk_elements(self.left.device))
-        size = -(-len(self.left) // count)
-        return [self.of_rows(slice(start, start + size)) for start in range(0, len(self.left), size)]
+        rows = self.left.shape[-2]
+        size = -(-rows // count)
+        return [self.of_rows(slice(start, start + size)) for start in range(0, rows, size)]
 
     def of_rows(self, rows: slice | Tensor) -> "ProductError":
         """Return the error of some rows. Each row must have its own loss."""
-        rest = None if self.rest is None else (self.rest[0], self.rest[1][rows])
-        return replace(self, left=self.left[rows], base=self.base[rows], constant=self.constant[rows], rest=rest)
+        which = (slice(None), rows) if self.stacked else rows
+        rest = None if self.rest is None else (self.rest[0], self.rest[1][which])
+        return replace(self, left=self.left[which], base=self.base[which], constant=self.constant[which], rest=rest)
 
     def loss(self, candidates: Candidates, points: Tensor) -> Tensor:
         """Return the squared output error (K, *groups) of the points (K, P, *groups)."""
@@ -263,9 +269,10 @@ class ProductError:
         """Return a function with the same result as `loss_by` that scores candidates of a group once if they are equal.
 
         Candidates are compared after `settled`. Rows of a weight with similar numbers of distinct candidates are scored
-        together.
+        together. On an accelerator, which would have to wait for the numbers of distinct candidates, all are scored.
         """
-        whole, by_rows = self.loss_by(errors), self._has_own_rows
+        whole = self.loss_by(errors)
+        by_rows = self._has_own_rows and not self.stacked and self.left.device.type == "cpu"
         together = max(_ROWS_TOGETHER, -(-len(self.left) // _PARTS))
 
         def loss(points: Tensor) -> Tensor:
@@ -281,8 +288,13 @@ class ProductError:
         return loss
 
     @property
+    def _of_weight(self) -> bool:
+        """True if the left operand is a matrix, or a stack of matrices."""
+        return self.left.ndim == 2 + self.stacked
+
+    @property
     def _has_own_rows(self) -> bool:
-        return self.own_dims == (0,) and self.left.ndim == 2 and self.mask is None
+        return self._of_weight and self.own_dims == tuple(range(self.left.ndim - 1)) and self.mask is None
 
     def _score(self, delta: Tensor) -> Tensor:
         if self.mask is not None:
@@ -332,11 +344,11 @@ def _total(values: Tensor, own_dims: tuple[int, ...]) -> Tensor:
 class OwnError:
     """The squared error of quantizing a sample itself, from one sort and prefix sums: O(levels log T) per candidate.
 
-    sample: (G, T), one row per group. A large sample is thinned (`thinned`).
+    sample: (G, T), one row per group. A large sample is thinned (`thinned`, with `stack`).
     """
 
-    def __init__(self, sample: Tensor):
-        sample = thinned(sample)
+    def __init__(self, sample: Tensor, stack: int = 1):
+        sample = thinned(sample, stack)
         self.sorted = ascending(sample).double().contiguous()
         self.sums, self.squares = self.sorted.new_zeros(2, len(sample), sample.shape[1] + 1)
         torch.cumsum(self.sorted, 1, out=self.sums[:, 1:])

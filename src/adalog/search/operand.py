@@ -1,7 +1,8 @@
 """One operand of a product: its values, the format of its quantizer, and the search space of that quantizer."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from adalog.quantizers import (
 )
 from adalog.search.fused import shaped_against, table_errors, uniform_errors
 from adalog.search.objective import Errors
-from adalog.search.quantiles import thinned, thinned_quantiles
+from adalog.search.quantiles import positive_quantile, thinned, thinned_quantiles
 
 # The table that gives candidates their codes spans `_OCTAVES` octaves below the largest value. Its bins ignore the last
 # `_DROPPED_BITS` bits of the mantissa.
@@ -67,12 +68,27 @@ class Operand:
     values: activations (T, I), weights (O, I), heads (B, H, N, D).
     mask: 1 for values that are quantized, 0 for the zero padding of a convolution.
     alike: True if the rows are tokens, so that a sample can represent them all; False if they are channels.
+    stacked: True if the first dimension of the values counts operands that are searched together (`stack`).
     """
 
     values: Tensor
     format: Format
     mask: Tensor | None = None
     alike: bool = True
+    stacked: bool = False
+
+    @staticmethod
+    def stack(operands: "Sequence[Operand]") -> "Operand":
+        """Stack operands of the same shape and format without masks; each keeps parameters of its own."""
+        first = operands[0]
+        own_dims = (0, *(dim + 1 for dim in first.format.own_dims))
+        values = torch.stack([operand.values for operand in operands])
+        return Operand(values, replace(first.format, own_dims=own_dims), alike=first.alike, stacked=True)
+
+    @property
+    def stack_size(self) -> int:
+        """The number of operands that are searched together."""
+        return len(self.values) if self.stacked else 1
 
     def groups(self) -> Tensor:
         """Return the values as (G, T): one row per set of parameters."""
@@ -136,24 +152,31 @@ class Operand:
 
             return uniform
 
-        lifted = (values + form.offset).float()
+        groups = self.stack_size
+        lifted = (values + form.offset).float().view(groups, -1)
         # Both ends of the table are normal numbers, so the number of bins does not depend on the values.
-        top = lifted.max().clamp(min=torch.finfo(torch.float32).tiny * 2.0**_OCTAVES)
+        top = lifted.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny * 2.0**_OCTAVES)
         least = top * 2.0**-_OCTAVES
         first = least.view(torch.int32) >> _DROPPED_BITS
         count = (_OCTAVES << (23 - _DROPPED_BITS)) + 1
         numbers = torch.arange(count + 1, dtype=torch.int32, device=values.device) + first
         edges = (numbers << _DROPPED_BITS).view(torch.float32).double()
-        middles = ((edges[:-1] + edges[1:]) / 2).contiguous()
-        bins = (lifted.clamp_(min=least).view(torch.int32) >> _DROPPED_BITS).sub_(first).reshape(-1)
+        middles = ((edges[:, :-1] + edges[:, 1:]) / 2).contiguous()
+        bins = (lifted.clamp_(min=least).view(torch.int32) >> _DROPPED_BITS).sub_(first)
+        if self.stacked:  # the tables of all operands follow one another
+            bins.add_(count * torch.arange(groups, dtype=torch.int32, device=values.device)[:, None])
+        bins = bins.reshape(-1)
 
         def logarithmic(points: Tensor, dtype: torch.dtype) -> Tensor:
-            levels, cuts = self.steps(points)
-            ends = torch.searchsorted(middles, cuts + form.offset, right=True)  # the first bin above each threshold
-            none, every = ends.new_zeros(len(points), 1), ends.new_full((len(points), 1), count)
-            counts = torch.diff(ends, prepend=none, append=every).view(-1)
-            tables = levels.to(values.dtype).view(-1).repeat_interleave(counts, output_size=len(points) * count)
-            return table_errors(values, bins, tables.view(-1, count), dtype)
+            levels, cuts = (each.view(len(points), groups, -1) for each in self.steps(points))
+            sought = (cuts + form.offset).transpose(0, 1).reshape(groups, -1)
+            ends = torch.searchsorted(middles, sought, right=True)  # the first bin above each threshold
+            ends = ends.view(groups, len(points), -1).transpose(0, 1)
+            none, every = (ends.new_full((len(points), groups, 1), end) for end in (0, count))
+            counts = torch.diff(ends, prepend=none, append=every).reshape(-1)
+            size = len(points) * groups * count
+            tables = levels.to(values.dtype).reshape(-1).repeat_interleave(counts, output_size=size)
+            return table_errors(values, bins, tables.view(len(points), -1), dtype)
 
         return logarithmic
 
@@ -166,15 +189,16 @@ class Operand:
         return torch.cat([bases, points[:, 1:]], dim=1)
 
     def steps(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ascending levels (K, L) and thresholds (K, L - 1) of K points (K, P), in float64 on their device.
+        """Return the ascending levels (K, *groups, L) and thresholds (K, *groups, L - 1) of K points (K, P, *groups).
 
-        The points are those of a logarithmic format, or of a format with `one_scale`.
+        They are in float64, on the device of the points. The points are those of a logarithmic format, or of a format
+        with `one_scale`. They have no groups unless operands are stacked.
         """
         form = self.format
         if form.one_scale is not None:
-            quantizer = form.one_scale.reaching(points[:, :1].double(), form.bits, form.offset)
+            quantizer = form.one_scale.reaching(points[:, 0, ..., None].double(), form.bits, form.offset)
             levels = quantizer.dequantize(torch.arange(quantizer.code_count, device=points.device))
-            return levels, (levels[:, 1:] + levels[:, :-1]) / 2
+            return levels, (levels[..., 1:] + levels[..., :-1]) / 2
         assert form.log2_base is not None
         fixed, r = form.log2_base
         low, high = (fixed, fixed) if fixed else (form.q_min, form.q_max)
@@ -189,8 +213,11 @@ class Operand:
             table=form.table,
             device=points.device,
         )
-        factor = points[:, -1:].clamp(min=1e-12).double()
-        levels, cuts = (each.index_select(0, row.to(torch.int64)) * factor - form.offset for each in tables)
+        factor = points[:, -1, ..., None].clamp(min=1e-12).double()
+        chosen = row.to(torch.int64).reshape(-1)
+        levels, cuts = (
+            each.index_select(0, chosen).view(*row.shape, each.shape[1]) * factor - form.offset for each in tables
+        )
         return levels, cuts
 
     @property
@@ -214,21 +241,19 @@ class Operand:
         shape = [self.values.shape[dim] for dim in form.own_dims]
         sample = self.groups()
         if form.is_uniform:
-            own = thinned_quantiles(sample, (0.0, reach, 1 - reach, 1.0))
+            own = thinned_quantiles(sample, (0.0, reach, 1 - reach, 1.0), self.stack_size)
             corners = [value.to(self.values.dtype).reshape(shape) for value in own]
             return torch.stack([corners[0], corners[2]]), torch.stack([corners[1], corners[3]])
         if form.one_scale is not None and not form.twin:
             # If the range reaches further down than up, a smaller largest level already spans the magnitudes.
             below, above = form.one_scale.reaching(sample.new_ones(()), form.bits, form.offset).bounds()
-            low, high = thinned_quantiles(sample.abs(), (max(0.0, 1 - 2 * reach), 1.0))
+            low, high = thinned_quantiles(sample.abs(), (max(0.0, 1 - 2 * reach), 1.0), self.stack_size)
             low = low * float(above / torch.maximum(above, -below))
             return low.to(self.values.dtype).reshape(1, *shape), high.to(self.values.dtype).reshape(1, *shape)
         lift = 0.0 if form.log2_base is None else form.offset
-        some, top = thinned(sample), sample.max() + lift
-        lifted = some[some + lift > 0] + lift
-        if not len(lifted):
-            lifted = top = sample.new_ones(1)
-        low, high = thinned_quantiles(lifted[None], (0.9,))[0].reshape(shape), top.reshape(shape)
+        low, positive = positive_quantile(thinned(sample, self.stack_size) + lift, 0.9)
+        top = torch.where(positive, sample.amax(dim=1) + lift, 1.0)
+        low, high = torch.where(positive, low, 1.0).reshape(shape), top.reshape(shape)
         low = torch.minimum(low, high * 0.5)
         if form.log2_base is None or form.log2_base[0]:
             return low[None], high[None]
@@ -249,7 +274,12 @@ class Operand:
 
     def quantized_at(self, point: Tensor | None) -> Tensor:
         """Return the values after quantization with the quantizer of one point."""
-        return self.quantized(self.quantizer(point))
+        if point is None or not self.stacked or self.format.log2_base is None:
+            return self.quantized(self.quantizer(point))
+        # A quantizer has one base, and each stacked operand has its own.
+        levels, cuts = (each[0].to(self.values.dtype) for each in self.steps(point[None]))
+        places = torch.searchsorted(cuts.contiguous(), self.values.reshape(len(self.values), -1))
+        return levels.gather(1, places).view(self.values.shape)
 
 
 def _base_and_scale(point: Tensor, form: Format) -> tuple[int, Tensor]:

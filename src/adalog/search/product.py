@@ -1,34 +1,26 @@
-"""A product of two operands: the input of a search, the error of its output, and the last steps of every search."""
+"""A product of two operands: the input of a search, the error of its output, and the refit of every search."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from adalog.choices import Tables
 from adalog.quantizers import (
     Assignment,
     Fold,
-    LogQuantizer,
     QuantizedTensor,
     Quantizer,
     UniformQuantizer,
     at_least_float32,
     decibels,
-    most_headroom,
 )
-from adalog.search.objective import Errors, ProductError, error_base
+from adalog.search.objective import error_base
 from adalog.search.operand import Operand
 
 # The error is computed for this many outputs of a product at a time.
 _OUTPUTS = 1 << 20
-# An integer table of 8 bits may raise the output's error by this factor, compared with float levels.
-_RISE = 1.03
-# Bases and scales of an integer table are tried at these multiples of the base and scale for float levels.
-_FACTORS = (0.7, 0.8, 0.87, 0.94, 1.06, 1.13, 1.25, 1.4)
 
 Side = Quantizer | QuantizedTensor | None  # how an operand is quantized; None: it stays float
 
@@ -171,72 +163,3 @@ def _power(values: Tensor) -> float:
 def output_error(x: Tensor, x_hat: Tensor, w: Tensor, w_hat: Tensor) -> Tensor:
     """Return x_hat w_hat^T - x w^T, computed without the cancellation of two large outputs."""
     return (x_hat - x) @ w_hat.transpose(-1, -2) + error_base(x, w.transpose(-1, -2), w_hat.transpose(-1, -2))
-
-
-# --- the integer table of a logarithmic quantizer --------------------------------------------------------------------
-
-
-def with_table(product: Product, found: Assignment, tables: Tables) -> Assignment:
-    """Return the assignment with an integer table for its logarithmic codes, if it has any.
-
-    With tables = "calibrated", a table entry has 8 bits if the output's error is at most `_RISE` times the error with
-    float levels, else 16 bits. The base, scale and headroom are searched for the table. A quantizer with 2**bits + 1
-    values stays as it is.
-
-    Raises ValueError if mantissas do not fit in the width that `tables` asks for.
-    """
-    quantizer, left, right = found.left, product.left, product.right
-    if tables == "float" or not isinstance(quantizer, LogQuantizer) or quantizer.beyond == "zero":
-        return found
-    fits = most_headroom(quantizer.bits, 8, table=quantizer.table) >= 0
-    if tables == "u8" and not fits:
-        raise ValueError(f"tables = 'u8': mantissas of {quantizer.bits + 1} bits do not fit in 8 bits: choose 'u16'")
-
-    transposed = right.values.transpose(-1, -2), right.quantized(found.right).transpose(-1, -2)
-    whole = ProductError.of(left.values, *transposed, mask=left.mask)
-    sample = whole.sample(1)
-
-    def loss(of: ProductError, first: LogQuantizer) -> float:
-        def errors(values: Tensor) -> Errors:
-            return lambda _, dtype: first.fake_quantize(values)[None].sub_(values).to(dtype)
-
-        return float(of.loss_by(errors)(of.left.new_zeros(1)))  # a placeholder, since `first` needs no point
-
-    rough, error = partial(loss, sample), cache(partial(loss, whole))
-
-    best: LogQuantizer | None = None
-    if fits and tables != "u16":
-        best = _tabled(left, quantizer, found.right, 8, rough, error)
-        if tables == "calibrated" and error(best) > _RISE * error(quantizer):
-            best = None
-    return product.assigned(best or _tabled(left, quantizer, found.right, 16, rough, error), found.right)
-
-
-def _tabled(
-    left: Operand,
-    quantizer: LogQuantizer,
-    second: Side,
-    width: int,
-    rough: Callable[[LogQuantizer], float],
-    error: Callable[[LogQuantizer], float],
-) -> LogQuantizer:
-    """Return the quantizer with a table of this width.
-
-    The headroom, base and scale are searched one after the other by the rough error. The headroom is one whose
-    accumulators fit in 32 bits, if there is any.
-
-    error: the exact error; the quantizer keeps its base and scale unless others have a smaller one.
-    """
-    most = most_headroom(quantizer.bits, width, table=quantizer.table)
-    other = 1 if second is None else 2**second.bits - 1
-    largest = left.values.shape[-1] * other
-    narrow = [headroom for headroom in range(most + 1) if largest << (width - most + headroom) <= 2**31]
-    tried = [replace(quantizer, width=width, headroom=headroom) for headroom in narrow or [0]]
-    start = best = min(tried, key=rough)
-    form = left.format
-    if form.log2_base is not None and not form.log2_base[0]:
-        bases = {round(best.q * factor) for factor in _FACTORS} | {best.q + step for step in (-2, -1, 1, 2)}
-        bases = {min(max(q, form.q_min), form.q_max) for q in bases}
-        best = min((best, *(replace(best, q=q) for q in sorted(bases))), key=rough)
-    best = min((best, *(replace(best, scale=best.scale * factor) for factor in _FACTORS)), key=rough)
-    return best if best is not start and error(best) < error(start) else start

@@ -22,10 +22,13 @@ def coprime(stride: int, size: int) -> int:
     return stride
 
 
-def thinned(sample: Tensor) -> Tensor:
-    """Return about SORTED_ELEMENTS evenly spaced values of a sample (G, T); a smaller sample stays whole."""
+def thinned(sample: Tensor, stack: int = 1) -> Tensor:
+    """Return about SORTED_ELEMENTS evenly spaced values of a sample (G, T); a smaller sample stays whole.
+
+    stack: the number of samples that follow one another in the rows. Each of them is thinned as if it were alone.
+    """
     size = sample.shape[1]
-    wanted = max(SORTED_ELEMENTS // len(sample), _SORTED_OF_ROW)
+    wanted = max(SORTED_ELEMENTS * stack // len(sample), _SORTED_OF_ROW)
     return sample[:, :: coprime(max(1, size // wanted), size)]
 
 
@@ -36,13 +39,29 @@ def ascending(rows: Tensor) -> Tensor:
     return torch.from_numpy(np.sort(rows.detach().numpy(), axis=1))
 
 
-def thinned_quantiles(sample: Tensor, fractions: Sequence[float]) -> list[Tensor]:
+def thinned_quantiles(sample: Tensor, fractions: Sequence[float], stack: int = 1) -> list[Tensor]:
     """Return quantiles per row of (G, T), by linear interpolation: (G,) per fraction.
 
     The least and the largest value are exact. The other quantiles are computed on the thinned sample (`thinned`).
+
+    stack: as in `thinned`.
     """
-    inner = iter(_of_sorted(ascending(thinned(sample)), [each for each in fractions if 0 < each < 1]))
+    inner = iter(_of_sorted(ascending(thinned(sample, stack)), [each for each in fractions if 0 < each < 1]))
     return [sample.amin(dim=1) if each <= 0 else sample.amax(dim=1) if each >= 1 else next(inner) for each in fractions]
+
+
+def positive_quantile(rows: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
+    """Return a quantile of the positive values of each row of (G, T), and whether the row has any: (G,) each.
+
+    It is interpolated linearly. Nothing waits for the device.
+    """
+    ordered, last = ascending(rows), rows.shape[1] - 1
+    first = (ordered <= 0).sum(1)
+    rank = fraction * (last - first).clamp(min=0).double()
+    below = rank.to(torch.int64)
+    places = torch.stack([first + below, first + below + 1], dim=1).clamp(max=last)
+    ends = ordered.gather(1, places)
+    return torch.lerp(ends[:, 0], ends[:, 1], (rank - below).to(rows.dtype)), first <= last
 
 
 def quantiles(rows: Tensor, fractions: Sequence[float]) -> list[Tensor]:

@@ -1,0 +1,174 @@
+"""Give logarithmic quantizers integer tables, whose bases and scales are searched for the error of the output."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from adalog.choices import Tables
+from adalog.quantizers import Assignment, LogQuantizer, QuantizedTensor, Quantizer, most_headroom
+from adalog.search.objective import Errors, ProductError
+from adalog.search.operand import Format, Operand
+from adalog.search.product import Product
+
+# An integer table of 8 bits may raise the output's error by this factor, compared with float levels.
+_RISE = 1.03
+# Bases and scales of an integer table are tried at these multiples of the base and scale for float levels.
+_FACTORS = (0.7, 0.8, 0.87, 0.94, 1.06, 1.13, 1.25, 1.4)
+
+# Maps a quantizer for each product of a stack to the errors of the outputs.
+Judge = Callable[[tuple[LogQuantizer, ...]], list[float]]
+
+
+def with_table(product: Product, found: Assignment, tables: Tables) -> Assignment:
+    """Return the assignment of one product with an integer table, as in `with_tables`."""
+    return with_tables([product], [found], tables)[0]
+
+
+def with_tables(products: Sequence[Product], found: Sequence[Assignment], tables: Tables) -> list[Assignment]:
+    """Return the assignments with integer tables for their logarithmic codes, if they have any.
+
+    With tables = "calibrated", a table entry has 8 bits if the output's error is at most `_RISE` times the error with
+    float levels, else 16 bits. The base, scale and headroom are searched for the table. A quantizer with 2**bits + 1
+    values stays as it is.
+
+    products, found: their operands have the same shapes and formats. Raises ValueError if mantissas do not fit in the
+    width that `tables` asks for.
+    """
+    quantizers = [each.left for each in found if isinstance(each.left, LogQuantizer) and each.left.beyond != "zero"]
+    if tables == "float" or len(quantizers) < len(found):
+        return list(found)
+    form = quantizers[0]
+    fits = most_headroom(form.bits, 8, table=form.table) >= 0
+    if tables == "u8" and not fits:
+        raise ValueError(f"tables = 'u8': mantissas of {form.bits + 1} bits do not fit in 8 bits: choose 'u16'")
+
+    whole = _error(products, found)
+    sample = whole.sample(1)
+
+    @cache
+    def error(some: tuple[LogQuantizer, ...]) -> list[float]:
+        return _losses(whole, [some])[0]
+
+    def rough(candidates: Sequence[tuple[LogQuantizer, ...]]) -> list[list[float]]:
+        return _losses(sample, candidates)
+
+    left, seconds = products[0].left, [each.right for each in found]
+    best: list[LogQuantizer | None] = [None] * len(found)
+    if fits and tables != "u16":
+        narrow = _tabled(left, quantizers, seconds, 8, rough, error)
+        kept = [True] * len(found)
+        if tables == "calibrated":
+            errors = zip(error(tuple(narrow)), error(tuple(quantizers)), strict=True)
+            kept = [after <= _RISE * before for after, before in errors]
+        best = [each if keep else None for each, keep in zip(narrow, kept, strict=True)]
+    if None in best:
+        wide = _tabled(left, quantizers, seconds, 16, rough, error)
+        best = [one or other for one, other in zip(best, wide, strict=True)]
+    return [
+        product.assigned(quantizer, each.right) for product, quantizer, each in zip(products, best, found, strict=True)
+    ]
+
+
+def _error(products: Sequence[Product], found: Sequence[Assignment]) -> ProductError:
+    """Return the errors of the products as functions of the left quantizers, stacked if there are several."""
+    rights = [product.right.values for product in products]
+    hats = [product.right.quantized(each.right) for product, each in zip(products, found, strict=True)]
+    first = products[0].left
+    if len(products) == 1:
+        return ProductError.of(first.values, rights[0].mT, hats[0].mT, mask=first.mask)
+    left = torch.stack([product.left.values for product in products])
+    return ProductError.of(left, torch.stack(rights).mT, torch.stack(hats).mT, (0,), stacked=True)
+
+
+def _losses(error: ProductError, candidates: Sequence[tuple[LogQuantizer, ...]]) -> list[list[float]]:
+    """Return the errors of the outputs, for each of the candidates and each product of a stack.
+
+    On a CPU, candidates are scored one after another, because its cache holds one.
+    """
+
+    def errors(values: Tensor) -> Errors:
+        def added(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+            some = [candidates[number] for number in numbers.tolist()]
+            if values.device.type == "cpu" and not error.stacked:
+                return torch.stack([first.fake_quantize(values).sub_(values).to(dtype) for (first,) in some])
+            return _nearest(values, some).sub_(values).to(dtype)
+
+        return added
+
+    numbers = torch.arange(len(candidates))
+    if error.left.device.type == "cpu":
+        losses = [error.loss_by(errors)(number) for number in numbers.split(1)]
+        found = torch.cat(losses)
+    else:
+        found = error.loss_by(errors)(numbers)
+    return found.view(len(candidates), -1).tolist()
+
+
+def _nearest(values: Tensor, candidates: Sequence[tuple[LogQuantizer, ...]]) -> Tensor:
+    """Return the values after quantization by each candidate: (K, *values.shape), with few operations on the device.
+
+    values: of one product, or of a stack of them.
+    """
+    count, stack = len(candidates), len(candidates[0])
+    steps = [each.steps() for some in candidates for each in some]
+    levels, cuts = (torch.stack(each).to(values.device) for each in zip(*steps, strict=True))
+    scales = torch.stack([each.scale.reshape(1) for some in candidates for each in some]).double()
+    offset = candidates[0][0].offset
+    levels, cuts = ((each * scales - offset).to(values.dtype) for each in (levels, cuts))
+    rows = values.reshape(1, stack, -1).expand(count, -1, -1).reshape(count * stack, -1)
+    places = torch.searchsorted(cuts, rows.contiguous())
+    return levels.gather(1, places).view(count, *values.shape)
+
+
+def _tabled(
+    left: Operand,
+    quantizers: Sequence[LogQuantizer],
+    seconds: Sequence[Quantizer | QuantizedTensor | None],
+    width: int,
+    rough: Callable[[Sequence[tuple[LogQuantizer, ...]]], list[list[float]]],
+    error: Judge,
+) -> list[LogQuantizer]:
+    """Return the quantizers of a stack of products with tables of this width.
+
+    The headroom, base and scale are searched one after the other by the rough error. The headroom is one whose
+    accumulators fit in 32 bits, if there is any.
+
+    left: the left operand of any of the products. seconds: how the right operands are quantized. error: the exact
+    errors; a quantizer keeps its base and scale unless others have a smaller one.
+    """
+    most = most_headroom(quantizers[0].bits, width, table=quantizers[0].table)
+
+    def narrow(second: Quantizer | QuantizedTensor | None) -> list[int]:
+        largest = left.values.shape[-1] * (1 if second is None else 2**second.bits - 1)
+        return [headroom for headroom in range(most + 1) if largest << (width - most + headroom) <= 2**31] or [0]
+
+    def best_of(candidates: Sequence[Sequence[LogQuantizer]]) -> list[LogQuantizer]:
+        """Return the best candidate of each product; the first one wins ties."""
+        count = max(map(len, candidates))
+        padded = [[*some, *[some[0]] * (count - len(some))] for some in candidates]
+        losses = rough(list(zip(*padded, strict=True)))
+        places = [min(range(len(some)), key=lambda row: losses[row][each]) for each, some in enumerate(candidates)]
+        return [some[place] for some, place in zip(candidates, places, strict=True)]
+
+    start = best = best_of(
+        [
+            [replace(quantizer, width=width, headroom=headroom) for headroom in narrow(second)]
+            for quantizer, second in zip(quantizers, seconds, strict=True)
+        ]
+    )
+    if left.format.log2_base is not None and not left.format.log2_base[0]:
+        best = best_of([[each, *(replace(each, q=q) for q in _bases_near(each.q, left.format))] for each in best])
+    best = best_of([[each, *(replace(each, scale=each.scale * factor) for factor in _FACTORS)] for each in best])
+    if all(after is before for after, before in zip(best, start, strict=True)):
+        return start
+    errors = zip(error(tuple(best)), error(tuple(start)), strict=True)
+    better = [after < before for after, before in errors]
+    return [after if is_better else before for after, before, is_better in zip(best, start, better, strict=True)]
+
+
+def _bases_near(q: int, form: Format) -> list[int]:
+    near = {round(q * factor) for factor in _FACTORS} | {q + step for step in (-2, -1, 1, 2)}
+    return sorted({min(max(base, form.q_min), form.q_max) for base in near})
