@@ -15,9 +15,14 @@ _CODE = ("src/*.py", "src/*.cpp", "src/*.json", "benchmarks/*.py", "benchmarks/*
 
 def publish(result: Mapping[str, Any], path: Path) -> None:
     """Print the result and its commit as one JSON object, and save it in a file, whole or not at all."""
+    print(save(result, path), end="")
+
+
+def save(result: Mapping[str, Any], path: Path) -> str:
+    """Save the result and its commit in a file, whole or not at all, and return the text of the file."""
     text = json.dumps({**result, "commit": commit()}, indent=1) + "\n"
     write_whole(path, text.encode())
-    print(text, end="")
+    return text
 
 
 def read(name: str) -> dict[str, Any]:

@@ -44,12 +44,12 @@ import torch
 from torch import Tensor, nn
 
 from adalog import Calibration, Config, Correction, QuantizedModel, Reconstruction
-from adalog.calibration.calibration import MEMORY
 from adalog.calibration.compensate import corrected
 from adalog.calibration.importance import row_weights
 from adalog.calibration.partial import Partial, fingerprint
 from adalog.calibration.reconstruct import reconstructed
 from adalog.choices import Fitting
+from adalog.device import default_memory
 from adalog.files import write_whole
 from adalog.graph.rewrite import Assigned
 from adalog.inputs import demo
@@ -60,7 +60,7 @@ from adalog.study.evaluate import predict, score
 from adalog.version import source_hash
 
 IMAGES = 32  # number of images of the search
-_MEMORY = MEMORY // 2  # bytes that a calibration allows a stage by default
+_MEMORY = default_memory(torch.device("cpu")) // 2  # bytes that a calibration allows a stage by default
 STAGES = ("search", "correction", "reconstruction", "end-to-end")
 ALONE = "end-to-end-alone"
 

@@ -3,6 +3,7 @@
 from benchmarks.publish import RESULTS, markdown_table, read, source
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 # Engines, by their names in the result files.
@@ -305,11 +306,11 @@ def export_table() -> str:
 
 
 def gpu_table() -> str:
-    """Return what quantization and evaluation take on a GPU."""
+    """Return what quantization and evaluation take on a GPU; a part that was not measured has no row."""
     result = read("gpu")
+    what = f"{result['bits'].upper()}, {result['images']} images"
     lines = []
-    for row in result["rows"]:
-        what = f"{row['model']}, {result['bits'].upper()}, {result['images']} images"
+    for row in result.get("rows", ()):
         measured = {
             "the first time": f"{row['cold']} s",
             "again, capture": f"{row['capture']} s",
@@ -317,25 +318,58 @@ def gpu_table() -> str:
             "again, correction": f"{row['correction']} s",
             "peak of GPU memory": f"{row['peak_gib']} GiB",
         }
-        lines += [[f"{what}: {part}", value] for part, value in measured.items()]
-    counts, off = result["operations"], result["sqnr_against_cpu"]
-    measured = {
-        "computing operations": f"{counts['operations']:,}",
-        "copies between types or devices": f"{counts['copies']:,}",
-        "waits for the GPU": f"{counts['waits']:,}",
-        "launches of kernels in the correction": f"{counts['launches_of_correction']:,}",
-        "share of the correction's time in which the GPU computes": f"{100 * counts['busy_share_of_correction']:.0f} %",
-        "SQNR minus that of a CPU [dB]": f"{off['mean_db']} ({off['least_db']} to {off['most_db']})",
-    }
-    lines += [[f"{counts['blocks']} of its blocks: {part}", value] for part, value in measured.items()]
-    for row in result["evaluation"]:
+        lines += [[f"{row['model']}, {what}: {part}", value] for part, value in measured.items()]
+    lines += _kernel_lines(result.get("kernels", {}), what)
+    for row in result.get("steps", ()):
+        lines.append([f"a training step of one block, {row['batch']} images", f"{row['ms']} ms"])
+    if stages := result.get("reconstruction"):
+        name = f"{stages['model']}, {stages['bits'].upper()}, `adalog++` from {stages['fitted']} images"
+        for stage in ("search", "correction", "reconstruction", "end_to_end"):
+            lines.append([f"{name}: {stage.replace('_', ' ')}", f"{stages[stage]} s"])
+    for row in result.get("evaluation", ()):
         speeds = row["images_per_second"]
-        what = f"images per second, {row['batch']} at a time, {row['bits'].upper()}"
+        cells = "float model, fake quantization, executor `torch`"
         lines.append(
-            [f"{what}: fake quantization, executor `torch`", f"{speeds['fake_quantization']}, {speeds['torch']}"]
+            [
+                f"images per second, {row['batch']} at a time, {row['bits'].upper()}: {cells}",
+                ", ".join(str(speeds[name]) for name in ("float", "fake_quantization", "torch")),
+            ]
         )
-        what = f"classes on which these two agree, {row['bits'].upper()}, random images and a short search"
-        lines.append([what, f"{100 * row['agreement']:.0f} %"])
-    lines.append(["images per second, float model", str(result["evaluation"][0]["images_per_second"]["float"])])
-    note = f"{result['device']}; the images are random. {source('gpu')}"
+    if "compiled" in (row := result.get("compiled", {})):
+        name = f"images per second, {row['batch']} at a time, {row['bits'].upper()}: fake quantization, compiled"
+        lines.append([name, f"{row['fake_quantization']}, {row['compiled']}"])
+    for row in result.get("agreement", ()):
+        name = f"bundled model, {row['bits'].upper()}: same classes as fake quantization on the GPU, of {row['images']}"
+        lines.append([f"{name} images: executor `torch`", f"{100 * row['torch']:.2f} %"])
+        lines.append([f"{name} images: fake quantization on a CPU", f"{100 * row['fake_quantization_on_cpu']:.2f} %"])
+    for row in result.get("sqnr", ()):
+        name = row["model"] if row["model"] != "demo" else "bundled model"
+        name += f" with {row['blocks']} blocks" if "blocks" in row else ""
+        off = f"{row['mean_db']} ({row['least_db']} to {row['most_db']})"
+        lines.append([f"{name}, {what}: SQNR minus that of a CPU [dB], mean (least to most)", off])
+    note = f"{result['device']}; the images are random, but for the bundled model. {source('gpu')}"
     return f"{markdown_table(['what', 'measured'], lines)}\n\n{note}"
+
+
+def _kernel_lines(kernels: Mapping[str, Any], what: str) -> list[list[str]]:
+    """Return the rows of what the search and the correction ask of a GPU."""
+    lines = []
+    for part in ("search", "correction"):
+        found = kernels.get(part, {})
+        measured = {
+            label: f"{found[key]:,}"
+            for key, label in (
+                ("operations", "computing operations"),
+                ("copies", "copies between types or devices"),
+                ("waits", "waits for the GPU"),
+                ("launches", "launches of kernels"),
+            )
+            if key in found
+        }
+        if "busy_share" in found:
+            measured["share of the time in which the GPU computes"] = f"{100 * found['busy_share']:.0f} %"
+        name = (
+            f"{kernels.get('model')} with {kernels['blocks']} blocks" if "blocks" in kernels else kernels.get("model")
+        )
+        lines += [[f"{name}, {what}, {part}: {label}", value] for label, value in measured.items()]
+    return lines

@@ -257,16 +257,66 @@ def test_folds(tiny_demo, result_of):
     assert search_tables.folds_table()
 
 
-@pytest.mark.parametrize("tiny_timm", [64], indirect=True)
-def test_gpu(tiny_timm, quick_presets, result_of, monkeypatch):
-    """On the processor, where it compares the processor with itself."""
+@pytest.fixture
+def measured_gpu(tiny_timm, tiny_demo, result_of, monkeypatch, tmp_path):
+    """A function that measures parts on the processor, which it compares with itself, and returns the result."""
     monkeypatch.setattr(gpu, "Search", partial(Search, init=(4, 2), parents=1))
-    result = result_of(gpu, "--models", "vit", "--device", "cpu", "--images", 2, "--batch", 2, "--blocks", 1)
+    monkeypatch.setattr(gpu, "_STEPS", (1, 2))
+    monkeypatch.setattr(gpu, "_STEP_IMAGES", 9)
+    monkeypatch.setattr(gpu, "_LONG_ENOUGH", 0.0)
+    monkeypatch.setattr(gpu, "_SEGMENT", 0.0)
+    choices = ("--models", "vit", "--device", "cpu", "--images", 2, "--batch", 2, "--blocks", 1, "--backend", "eager")
+    return partial(result_of, gpu, *choices, "--json", tmp_path / "gpu.json")
+
+
+@pytest.mark.parametrize("tiny_timm", [64], indirect=True)
+def test_gpu(measured_gpu):
+    result = measured_gpu()
     (row,) = result["rows"]
     assert row["cold"] > 0 < row["search"]
-    assert result["operations"]["operations"] > result["operations"]["waits"] > 0
-    assert result["sqnr_against_cpu"] == {"mean_db": 0.0, "least_db": 0.0, "most_db": 0.0}
-    assert [each["bits"] for each in result["evaluation"]] == ["w4a4", "w8a8"]
+    assert [each["batch"] for each in result["steps"]] == [8, 32]
+    assert [(each["bits"], each["batch"]) for each in result["evaluation"]] == [
+        (bits, batch) for bits in ("w4a4", "w8a8") for batch in (2, 20)
+    ]
+    assert all(each["fake_quantization_on_cpu"] == 1 for each in result["agreement"])
+    alike = {"mean_db": 0.0, "least_db": 0.0, "most_db": 0.0}
+    assert result["sqnr"] == [{"model": "demo"} | alike, {"model": "vit", "blocks": 1} | alike]
+    assert result["compiled"]["compiled"] > 0
+    for part in ("search", "correction"):
+        found = result["kernels"][part]
+        assert found["operations"] > found["waits"] > 0
+        assert found["launches"] >= sum(each["launches"] for each in found["kernels"]) > 0
+    assert "reconstruction" not in result
+    assert len(speed_tables.gpu_table().splitlines()) > 20
+
+
+@pytest.mark.parametrize("tiny_timm", [64], indirect=True)
+def test_gpu_adds_parts(measured_gpu, monkeypatch):
+    """A part that fails loses none of those before it."""
+    measured_gpu("--parts", "agreement")
+    monkeypatch.setattr(gpu, "measure_kernels", mock.Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        measured_gpu("--parts", "steps", "evaluation", "kernels", "--skip", "evaluation", "--add")
+    result = publish.read("gpu")
+    assert result.keys() >= {"agreement", "steps"}
+    assert result.keys().isdisjoint(("evaluation", "kernels"))
+    assert speed_tables.gpu_table()
+    with pytest.raises(SystemExit):
+        measured_gpu("--parts", "steps", "--add", "--bits", "w3a3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiny_timm", [64], indirect=True)
+def test_gpu_reconstruction(measured_gpu, monkeypatch):
+    short = Config.preset("w3a3", "adalog++")
+    short = replace(short, stages=tuple(replace(each, **_few_steps(each)) for each in short.stages))
+    monkeypatch.setattr(Config, "preset", staticmethod(lambda *_: short))
+    found = measured_gpu("--parts", "reconstruction", "--fitted", 8)["reconstruction"]
+    assert found.keys() == {"model", "bits", "fitted", "search", "correction", "reconstruction", "end_to_end"}
+
+
+def _few_steps(stage):
+    return {"iterations": 2, "batch": 2} if isinstance(stage, Reconstruction) else {}
 
 
 @needs_kernels

@@ -9,10 +9,17 @@ import torch
 from torch.nn.functional import gelu
 
 import emulated
-from adalog import Calibration, Search, device, load
+from adalog import Calibration, Correction, Search, device, load
+from adalog.calibration import calibration
+from adalog.calibration.blocks import BATCH, Blocks
+from adalog.calibration.shared import Shared
+from adalog.graph.capture import capture
+from adalog.graph.program import Program
+from adalog.graph.sites import find_blocks
 from adalog.quantizers import QuantizedTensor
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
+from adalog.study.evaluate import batch_on, predict
 from strategies import R, normal
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -29,22 +36,119 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
 
 
-def test_convolutions_and_products_are_not_in_tf32_and_the_callers_choice_comes_back():
+_CONV, _MATMUL = torch.backends.cudnn, torch.backends.cuda.matmul
+_NEW = hasattr(_CONV, "conv")
+_CONV = _CONV.conv if _NEW else _CONV
+_NAME, FAST, FULL = ("fp32_precision", "tf32", "ieee") if _NEW else ("allow_tf32", True, False)
+
+
+def precision():
+    """The settings of convolutions and products at this moment."""
+    return getattr(_CONV, _NAME), getattr(_MATMUL, _NAME)
+
+
+@pytest.fixture
+def tf32():
+    """A caller who chose TF32 for both."""
+    before = precision()
+    for of in (_CONV, _MATMUL):
+        setattr(of, _NAME, FAST)
+    yield
+    for of, chosen in zip((_CONV, _MATMUL), before, strict=True):
+        setattr(of, _NAME, chosen)
+
+
+def test_convolutions_and_products_are_not_in_tf32_and_the_callers_choice_comes_back(tf32):
     """Whatever the caller chose, and whatever is raised inside."""
-    conv, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    new = hasattr(conv, "conv")
-    conv, name, fast, full = (conv.conv, "fp32_precision", "tf32", "ieee") if new else (conv, "allow_tf32", True, False)
-    before = getattr(conv, name), getattr(matmul, name)
-    try:
-        for of in (conv, matmul):
-            setattr(of, name, fast)
-        with suppress(ZeroDivisionError), device.full_float32():
-            assert (getattr(conv, name), getattr(matmul, name)) == (full, full)
-            raise ZeroDivisionError
-        assert (getattr(conv, name), getattr(matmul, name)) == (fast, fast)
-    finally:
-        for of, chosen in zip((conv, matmul), before, strict=True):
-            setattr(of, name, chosen)
+    with suppress(ZeroDivisionError), device.full_float32():
+        assert precision() == (FULL, FULL)
+        raise ZeroDivisionError
+    assert precision() == (FAST, FAST)
+
+
+def test_settings_change_on_accelerators_only(tf32):
+    for place, expected in ((None, FAST), (CPU, FAST), (torch.device("meta"), FAST), (CUDA, FULL)):
+        with device.full_float32_on(place):
+            assert precision() == (expected, expected)
+
+
+ENTRIES = ("even_out_values", "run_searches", "staged", "output_errors", "rewritten")
+
+
+def test_calibration_never_computes_in_tf32(tf32, tiniest, images, fast, monkeypatch):
+    """Neither in searches, stages and judges, nor in the evening out of values."""
+    found = {}
+
+    def recorded(name, function):
+        def called(*args, **kwargs):
+            found.setdefault(name, set()).add(precision())
+            return function(*args, **kwargs)
+
+        return called
+
+    for name in ENTRIES:
+        monkeypatch.setattr(calibration, name, recorded(name, getattr(calibration, name)))
+    methods = {"search_product": Search, "output_power": Product, "probe": Shared}
+    for name, of in methods.items():
+        monkeypatch.setattr(of, name, recorded(name, getattr(of, name)))
+    made = Calibration(tiniest, images)
+    made.probe(torch.ones(4, 10))
+    config = replace(fast, stages=(Correction(images=4),))
+    made.output_error(made.quantize(config).program)
+    made.evaluate(next(made.iter_search(fast)), fast)
+    assert found == {name: {(FULL, FULL)} for name in (*ENTRIES, *methods)}
+    assert precision() == (FAST, FAST)
+
+
+def test_a_quantized_model_never_computes_in_tf32(tf32, tiniest, images, fast, monkeypatch):
+    """Neither by fake quantization, nor in the products of whole numbers that stand for integers."""
+    model = Calibration(tiniest, images).quantize(fast)
+    ways = [model, model.compile("torch"), model.compile("reference")]
+    model(images)  # the sizes are checked once, without data
+    found = []
+    monkeypatch.setattr(Program, "_run", lambda *_: found.append(precision()))
+    with emulated.device() as put:
+        for run in ways:
+            run(put(images))
+    assert found == [(FULL, FULL)] * 3
+    assert precision() == (FAST, FAST)
+
+
+def test_no_network_is_evaluated_in_tf32(tf32):
+    """The float network neither, whose layers are not adalog's."""
+    found = []
+
+    def network(images):
+        found.append((precision(), len(images)))
+        return images.flatten(1)[:, :2]
+
+    images = torch.ones(50, 3, 2, 2)
+    with emulated.device() as put:
+        here, there = predict(network, images), predict(network, put(images))
+    assert torch.equal(here, there)
+    assert found == [((each, each), count) for each in (FAST, FULL) for count in (20, 20, 10)]
+
+
+def test_quantized_networks_are_evaluated_on_as_many_images_as_memory_holds(tiniest, images, fast):
+    model = Calibration(tiniest, images).quantize(fast)
+    assert batch_on(None, [model]) == batch_on("cpu", [model]) == batch_on(emulated.DEVICE, [tiniest]) == 20
+    assert batch_on(emulated.DEVICE, [model, tiniest]) == batch_on(emulated.DEVICE, [model.compile("torch")]) == 256
+
+
+def test_images_run_together_as_far_as_memory_goes(cuda):
+    assert device.images_at_once(CPU, 1 << 30, 20) == 20
+    assert device.images_at_once(CUDA, 1, 20) == 256
+    assert device.images_at_once(CUDA, 1 << 24, 20) == 80  # an eighth of 10 GiB holds them
+    assert device.images_at_once(CUDA, 1 << 40, 20) == 1
+
+
+def test_blocks_run_more_images_together_on_an_accelerator(tiniest, images):
+    program, many = capture(tiniest, (images,)), images[:1].expand(70, -1, -1, -1)
+    assert Blocks(program, [many], find_blocks(program)).batch == BATCH
+    with emulated.device() as put:
+        there = Blocks(program.map_tensors(put), [put(many)], find_blocks(program))
+        assert there.batch == 70
+        assert Blocks(program.map_tensors(put), [put(many)], find_blocks(program), like=there).batch == 70
 
 
 def test_a_processor_computes_in_its_cache():

@@ -480,6 +480,18 @@ def test_copies_are_equal_and_independent(copied):
     torch.testing.assert_close(again(ROWS.double()).float(), expected)
 
 
+@pytest.mark.parametrize("post_softmax", ["adalog", "log2"])
+def test_torch_compile_traces_the_model_as_one_graph(tiniest, images, fast, post_softmax):
+    """Its values are the same, whatever the number of images."""
+    config = replace(fast, post_softmax=post_softmax, rounding="log" if post_softmax == "log2" else "nearest")
+    model = quantize(tiniest, images, config)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        for given in (images, images[:1]):
+            torch.testing.assert_close(compiled(given), model(given), rtol=0, atol=1e-5)
+    torch.compiler.reset()
+
+
 def test_torch_load_without_code_names_the_class():
     with pytest.raises(pickle.UnpicklingError, match="QuantizedModel"):
         stored_by_torch(small(1))

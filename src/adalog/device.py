@@ -1,7 +1,7 @@
 """Tell how many elements and how much memory a search uses at once on a device, and how precise its products are."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from threading import Lock
 from typing import Any, cast
@@ -15,6 +15,10 @@ _ELEMENTS = 1 << 26
 # Most memory that one element needs: an operand's own error holds eight float64 numbers for each of four levels.
 _BYTES_OF_ELEMENT = 4 * 8 * 8
 _MEMORY = 2 << 30  # bytes; used on a CPU, and if the device does not report its memory
+# The most images that an accelerator runs together. More do not make it faster, because it is busy already.
+_IMAGES = 256
+# The values of a forward take at most this part of the memory. Fake quantization makes temporaries of the same size.
+_PART_OF_VALUES = 8
 
 # The threads inside of `full_float32`, and the settings that are valid again once the last of them leaves.
 _lock, _inside = Lock(), list[bool]()
@@ -52,6 +56,26 @@ def full_float32() -> Iterator[None]:
             if not _inside:
                 for of, _, chosen in _chosen:
                     setattr(of, name, chosen)
+
+
+def full_float32_on(device: torch.device | None) -> AbstractContextManager[None]:
+    """Return `full_float32` for an accelerator. Processors do not compute in TF32, so for them it does nothing.
+
+    It does nothing while `torch.compile` traces, either: compiled code computes with the settings of its caller.
+    """
+    if device is None or device.type in ("cpu", "meta") or torch.compiler.is_compiling():
+        return nullcontext()
+    return full_float32()
+
+
+def images_at_once(device: torch.device, bytes_of_image: int, least: int) -> int:
+    """Return how many images to run together: `least` on a processor, and as many as memory allows elsewhere.
+
+    bytes_of_image: the most bytes that the values of one image take at a time in a forward.
+    """
+    if device.type == "cpu":
+        return least
+    return max(1, min(_IMAGES, usable_memory(device) // (_PART_OF_VALUES * max(1, bytes_of_image))))
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:

@@ -105,6 +105,9 @@ class QuantizedModel(nn.Module):
         A model that takes the place of a module in another model (`call`) takes the arguments of that module instead,
         and returns the same classes. If that model is in half precision, the inputs and outputs are too.
 
+        `torch.compile` traces the model as one graph. Its code computes float32 products and convolutions with the
+        settings of PyTorch; without it, adalog switches TF32 off.
+
         Args:
             *inputs: The positional inputs of the original model, (B, ...) each.
             **named: Keyword arguments, only for a model that takes the place of a module.
@@ -117,6 +120,8 @@ class QuantizedModel(nn.Module):
             ProgramError: If the program cannot run on these inputs.
             TypeError: If an input is given by name, but the model does not take the place of a module.
         """
+        if torch.compiler.is_compiling():
+            _prepare_to_compile(self)
         if self.call is not None:
             return self.call.output_of(self._in_own_type(self.call.tensors(inputs, named)))
         if named:
@@ -349,6 +354,17 @@ def quickest(model: QuantizedModel, threads: int) -> tuple[nn.Module, Executor |
         with contextlib.suppress(ArtifactError):
             return model.compile("native", threads=threads), "native", 1
     return model, None, threads
+
+
+def _prepare_to_compile(model: QuantizedModel) -> None:
+    """Let all quantizers compute their tables, which they keep."""
+    for quantizer in model.program.quantizers.values():
+        quantizer.tables()
+
+
+# `torch.compile` calls this function when it traces the model. Setting the attribute is what
+# `torch.compiler.assume_constant_result` does, without importing the compiler.
+_prepare_to_compile._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _halved(value: Any, dtype: torch.dtype) -> Any:

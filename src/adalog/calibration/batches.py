@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, Program, Ref, map_refs
-from adalog.graph.tracing import Axis, image_axes, keeps_images_apart, sizes, trace
+from adalog.graph.tracing import Axis, image_axes, keeps_images_apart, size_in_bytes, sizes, trace
 
 Chunk = dict[str, Tensor]  # the program's inputs and other values, by name, for some of the images
 
@@ -122,13 +122,6 @@ class Batches:
             axis = self.axes[name]
             result[name] = chunks[0][name] if axis is None else torch.cat([chunk[name] for chunk in chunks], axis[0])
         return result
-
-
-def size_in_bytes(value: Any) -> int:
-    """Return the size of a tensor, or of several tensors, in bytes; numbers count as 0."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(size_in_bytes, value)) if isinstance(value, (tuple, list)) else 0
 
 
 def in_own_memory(value: Tensor) -> Tensor:

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.calibration.batches import Batches, Chunk, cut, in_own_memory, size_in_bytes
+from adalog.calibration.batches import Batches, Chunk, cut, in_own_memory
+from adalog.device import images_at_once
 from adalog.graph.program import Program, Ref
 from adalog.graph.sites import Block
-from adalog.graph.tracing import Axis, trace
+from adalog.graph.tracing import Axis, peak_bytes, size_in_bytes, trace
 
-# The most images that run together. Larger batches do not fit the cache and allocate new memory for every value.
+# The most images that run together on a processor. Larger batches do not fit the cache and allocate new memory for
+# every value. On an accelerator, `images_at_once` tells how many fit.
 # A caller that has read enough images can stop only between batches.
 BATCH = 32
 
@@ -34,9 +36,9 @@ class Blocks:
     input. `batches` computes the remaining images batch by batch, as far as it is read. `inputs` computes the whole
     input on every call.
 
-    Batches hold at most `BATCH` images and give the same values as all images at once, up to rounding. This is checked
-    on two images. If it does not hold, all images run at once, whatever the memory limit. The images, the program's
-    tensors and values that a caller keeps do not count towards the limit.
+    On a processor, batches hold at most `BATCH` images. They give the same values as all images at once, up to
+    rounding. This is checked on two images. If it does not hold, all images run at once, whatever the memory limit. The
+    images, the program's tensors and values that a caller keeps do not count towards the limit.
 
     To resume after an interruption, make a new object with the program as it was. The input of the first block that is
     read is then computed from the images. memory: None for no limit.
@@ -70,10 +72,14 @@ class Blocks:
         self._mixed: set[str] = set() if like is None else like._mixed
         outs = {block.value_out: shapes[block.value_out] for block in blocks}
         self._float = {name for name, value in outs.items() if isinstance(value, Tensor) and value.is_floating_point()}
-        peak = _peak(program, shapes)
+        peak = peak_bytes(program, shapes)
         self._all_fit = memory is None or sum(self._bytes.values()) + peak <= memory
         self._limit = 0 if memory is None else memory * 3 // 8
-        self.batch = min(self.count, BATCH)
+        # The batches of two programs must be of the same images, although the free memory changes in between.
+        self._most: int = (
+            images_at_once(images[0].device, peak // max(1, self.count), BATCH) if like is None else like._most
+        )
+        self.batch = min(self.count, self._most)
         if memory is not None and not self._all_fit:
             self.batch = min(self.batch, max(1, memory * self.count // (4 * max(peak, 1))))
 
@@ -263,15 +269,3 @@ class Blocks:
             return all(self._keep_apart(given, [name], program) for name in new)
         (self._apart if apart else self._mixed).update(new)
         return apart
-
-
-def _peak(program: Program, shapes: Mapping[str, Any]) -> int:
-    """Return the most bytes that the values of one forward of all images take at a time."""
-    live: dict[str, int] = {}
-    most = 0
-    for node, dead in zip(program.nodes, program._last_uses(), strict=True):
-        live[node.name] = size_in_bytes(shapes[node.name])
-        most = max(most, sum(live.values()))
-        for name in dead:
-            live.pop(name, None)
-    return most

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.calibration.batches import Batches, Chunk, in_own_memory, size_in_bytes
+from adalog.calibration.batches import Batches, Chunk, in_own_memory
 from adalog.errors import CalibrationError
 from adalog.graph.program import Node, Program
+from adalog.graph.tracing import size_in_bytes
 from adalog.search.quantiles import coprime
 
 LEAST_ROWS = 1024  # the least number of rows kept of a value; all rows are kept if it has fewer

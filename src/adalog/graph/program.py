@@ -5,7 +5,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.device import full_float32
+from adalog.device import full_float32_on
 from adalog.errors import ProgramError, one_line
 from adalog.graph.operations import (
     FACTORIES,
@@ -124,7 +123,7 @@ class Program:
         if len(inputs) != len(self.inputs):
             raise TypeError(f"the model takes {len(self.inputs)} inputs, got {len(inputs)}")
         device = next((value.device for value in (*inputs, *self.tensors.values())), None)
-        with full_float32() if device is not None and device.type == "cuda" else nullcontext():
+        with full_float32_on(device):
             return self._run(inputs, device, watch, steps)
 
     def _run(

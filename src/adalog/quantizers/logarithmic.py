@@ -8,7 +8,7 @@ is to the nearest integer, halves to even.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -343,7 +343,30 @@ class LogQuantizer(Quantizer):
     def _takes_offset_off(self) -> bool:
         return bool(self.offset) and not self.keeps_offset
 
+    @cached_property
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        """The ascending thresholds of (x + offset) / scale, and the value of each code."""
+        choices = {"rounding": self.rounding, **self._choices}
+        bins = _bins_on(self.scale.device, self.scale.dtype, self.q, self.r, self.bits, **choices)
+        codes = torch.arange(self.code_count, device=self.scale.device)
+        return bins.ascending, self.dequantize(codes).reshape(-1)
+
+    def tables(self) -> tuple[Tensor, ...]:
+        return self._tables
+
+    def _traced(self, x: Tensor) -> Tensor:
+        """Return `_nearest` in operations that `torch.compile` can trace, once `tables` was called."""
+        ascending, levels = self._tables
+        if self.rounding == "nearest":
+            ratio = (self._lifted(x) / self.scale).nan_to_num(nan=0.0)
+            code = len(ascending) - torch.searchsorted(ascending.to(ratio.dtype), ratio, out_int32=True)
+        else:
+            code = self.quantize(x).to(torch.int32)
+        return levels.index_select(0, code.reshape(-1)).view(x.shape).to(x.dtype)
+
     def _nearest(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._traced(x)
         flat = x.reshape(-1)
         if self.rounding == "nearest":
             dtype = torch.result_type(at_least_float32(flat[:1]), self.scale)

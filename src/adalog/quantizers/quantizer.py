@@ -227,6 +227,10 @@ class Quantizer(ABC):
     def _nearest(self, x: Tensor) -> Tensor:
         return by_slices(lambda some: self.dequantize(self.quantize(some)).to(x.dtype), x, self.scale)
 
+    def tables(self) -> tuple[Tensor, ...]:
+        """Return the tables of `fake_quantize`, kept for `torch.compile`, which cannot trace how they are made."""
+        return ()
+
     @abstractmethod
     def bounds(self) -> tuple[Tensor, Tensor]:
         """Return the least and the largest value that a code can have; differentiable."""

@@ -15,12 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from adalog.device import full_float32_on, images_at_once
 from adalog.errors import DataError
+from adalog.graph.tracing import peak_bytes, trace
 from adalog.inputs.images import ImageSet, Preprocessing
+from adalog.quantized import QuantizedProgram
 from adalog.ranks import ALONE, JSON, Coded, Ranks
 
 Z95 = 1.959964  # quantile of the normal distribution for a two-sided 95 % interval
-BATCH = 20  # images per batch; small, so that the many temporaries of a quantized forward stay in the cache
+# Images per batch on a processor; few, so that the many temporaries of a quantized forward stay in the cache. On an
+# accelerator, `batch_on` says how many fit.
+BATCH = 20
+_BYTES_OF_IMAGE = 32 << 20  # the most bytes of one image's values in a network that adalog did not quantize
 _ROWS = 1000  # rows to process at a time, which limits the memory
 T = TypeVar("T")
 
@@ -28,18 +34,36 @@ T = TypeVar("T")
 # --- predictions -----------------------------------------------------------------------------------------------------
 
 
+def batch_on(device: torch.device | str | None, networks: Sequence[Any]) -> int:
+    """Return how many images to run together: 20 on a processor, and as many as memory allows elsewhere.
+
+    networks: the networks that run on them, one after the other. The programs of quantized networks say how much memory
+    they need, and the other networks need no more than these. Without a quantized network it is a guess.
+    """
+    place = torch.device("cpu" if device is None else device)
+    if place.type == "cpu":
+        return BATCH
+    programs = [found for each in networks if isinstance(found := getattr(each, "quantized", None), QuantizedProgram)]
+    images = [each.one_image() for each in programs if each.example]
+    peaks = [peak_bytes(each.program, trace(each.program, one)) for each, one in zip(programs, images, strict=True)]
+    if not peaks:
+        return max(BATCH, images_at_once(place, _BYTES_OF_IMAGE, BATCH))
+    return images_at_once(place, max(peaks), BATCH)
+
+
 def predict(
     model: Callable[[Tensor], Any],
     images: Tensor | Iterable[Tensor],
     *,
-    batch: int = BATCH,
+    batch: int | None = None,
     jobs: int = 1,
     device: torch.device | str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Tensor:
     """Return the model's logits, or the features of a model without a classifier: float32 on the CPU, (N, C).
 
-    images: (N, 3, H, W), which run `batch` at a time; or batches (B, 3, H, W), with at most jobs + 1 in memory.
+    images: (N, 3, H, W), which run `batch` at a time (default: `batch_on`); or batches (B, 3, H, W), with at most
+    jobs + 1 of them in memory.
     jobs: number of batches that run at the same time, in threads.
     device: the device that batches are moved to first.
     progress(done): called with the number of images done.
@@ -49,13 +73,17 @@ def predict(
 
     @torch.no_grad()  # the setting holds for one thread
     def run(given: Tensor) -> Tensor:
-        logits = _logits(model(given.to(device, non_blocking=True)), len(given))
+        given = given.to(device, non_blocking=True)
+        with full_float32_on(given.device):  # the float model, too: TF32 would change some of its predictions
+            logits = _logits(model(given), len(given))
         if bool(logits.isnan().any()):
             raise DataError(
                 f"{type(model).__name__} returned NaN: check its weights, and that the images are normalised"
             )
         return logits.to("cpu", torch.float32)
 
+    if isinstance(images, Tensor) and batch is None:
+        batch = batch_on(images.device if device is None else device, [model])
     results: list[Tensor] = []
     pending: deque[Future[Tensor]] = deque()
     done = 0
@@ -348,7 +376,8 @@ class Contest:
             return [tally(answers[0], own, *answers[1:]), *(tally(each, own) for each in answers[1:])]
 
         watch = None if progress is None else lambda done: progress(before + done)
-        found = in_batches(len(images), judged, jobs=jobs, ranks=ranks, coded=_TALLIES, progress=watch)
+        batch = self._batch(len(images), jobs, ranks)
+        found = in_batches(len(images), judged, batch=batch, jobs=jobs, ranks=ranks, coded=_TALLIES, progress=watch)
         return [Tally.total(column) for column in zip(*found, strict=True)]
 
     def _nearest(self, jobs: int, ranks: Ranks, progress: Callable[[int], None] | None) -> list[Nearest]:
@@ -356,10 +385,31 @@ class Contest:
         if self.support is None:
             return []
         images, labels = self.support
+        batch = self._batch(len(images), jobs, ranks)
         found = in_batches(
-            len(images), lambda n: self._run(images(n)), jobs=jobs, ranks=ranks, coded=_TENSORS, progress=progress
+            *(len(images), lambda n: self._run(images(n))),
+            batch=batch,
+            jobs=jobs,
+            ranks=ranks,
+            coded=_TENSORS,
+            progress=progress,
         )
         return [Nearest(torch.cat(column), labels) for column in zip(*found, strict=True)]
+
+    def _batch(self, count: int, jobs: int, ranks: Ranks) -> int:
+        """Return the number of images per batch, the same on all ranks.
+
+        On an accelerator every job gets a batch to read, if there are enough images, because reading takes longer than
+        running them.
+        """
+
+        def number() -> int:
+            most = batch_on(self.device, self.networks)
+            return most if most <= BATCH else max(BATCH, min(most, -(-count // (jobs * ranks.world))))
+
+        if self.device is None or self.device.type == "cpu":
+            return BATCH
+        return ranks.by_first(number)
 
     def _run(self, batch: Tensor) -> list[Tensor]:
         if self.device is not None and self.device.type == "cuda":

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from adalog.calibration.batches import Batches, size_in_bytes
+from adalog.calibration.batches import Batches
 from adalog.calibration.calibration import Calibration, digest
 from adalog.calibration.operands import OperandKind, operand_kinds, together
 from adalog.calibration.partial import Lines, raw_bytes
@@ -27,7 +27,7 @@ from adalog.graph.operations import PRODUCTS
 from adalog.graph.program import Program, refs_of
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
 from adalog.graph.sites import find_source
-from adalog.graph.tracing import trace
+from adalog.graph.tracing import size_in_bytes, trace
 from adalog.inputs.refusals import refusal
 from adalog.quantizers import FLOAT_BITS, Assignment, QuantizedTensor, UniformQuantizer, bounds_to_uniform
 from adalog.ranks import ALONE, Coded, Ranks
