@@ -36,7 +36,7 @@ from adalog.calibration.stages import check_images, staged
 from adalog.calibration.values import even_out_values
 from adalog.choices import Correction
 from adalog.config import Config
-from adalog.device import default_memory, full_float32, waits_for_launches
+from adalog.device import default_memory, full_float32_on, waits_for_launches
 from adalog.errors import CalibrationError
 from adalog.graph.capture import Sizes, batched, capture, take
 from adalog.graph.modules import float_module
@@ -91,13 +91,19 @@ class Searched:
         return noise / (left.values[..., 0].numel() * right.values.shape[-2])
 
 
-def _alone(function: F) -> F:
-    """Wrap a function so that it runs without gradients, outside the caller's inference mode, and without TF32.
+def _alone(method: F) -> F:
+    """Wrap a method of `Calibration` so that it runs without gradients, outside inference mode, and without TF32.
 
     Stages take gradients through the results, which tensors of inference mode do not allow. Each thread has its own
     settings of this kind.
     """
-    return torch.inference_mode(False)(torch.no_grad()(full_float32()(function)))
+
+    @functools.wraps(method)
+    def run(calibration: "Calibration", *args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad(), full_float32_on(calibration.images[0].device):
+            return method(calibration, *args, **kwargs)
+
+    return cast(F, run)
 
 
 class Calibration:
@@ -156,7 +162,7 @@ class Calibration:
         self.unlabelled = self.images if unlabelled is None else _more_like(self.images, unlabelled)
         self.program = capture(_of_float32(float_module(model)), inputs, sizes)
         self.sites = with_heads(find_sites(self.program), self.program, self.images)
-        with full_float32():
+        with full_float32_on(self.images[0].device):
             self.program = even_out_values(self.program, self.sites, take(self.images, [0, 1]))
         self.pairs = find_pairs(self.program, self.sites, take(self.images, [0, 1]))
         self.seed = seed
@@ -372,8 +378,7 @@ class Calibration:
             if sites is None or any(site.name in sites for site in group.sites):
                 yield self._search(group, config)
 
-    @torch.no_grad()
-    @full_float32()
+    @_alone
     def evaluate(self, searched: Searched, config: Config) -> Searched:
         """Evaluate another calibration's assignment on the images of this one.
 
@@ -388,7 +393,6 @@ class Calibration:
         fold, format_ = searched.assignment.fold, searched.product.left.format
         return replace(searched, product=self._product(group, choices_of(group, config), fold, format_))
 
-    @full_float32()
     def probe(self, gradient: Tensor) -> None:
         """Weight errors by the gradient of a given loss, instead of by random gradients.
 
