@@ -30,6 +30,7 @@ object. --add keeps the parts that FILE has from an earlier run on the same kind
 
 from benchmarks.publish import RESULTS, publish, save
 from benchmarks.realbench import load_model
+from benchmarks.reconstruct_cost import time_steps
 
 import argparse
 import json
@@ -39,6 +40,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +50,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import adalog
-from adalog import Calibration, Config, QuantizedModel, Reconstruction, Search
-from adalog.calibration.blocks import Blocks
-from adalog.calibration.reconstruct import BlockInTraining
+from adalog import Calibration, Config, QuantizedModel, Search
 from adalog.device import full_float32
 from adalog.errors import one_line
-from adalog.graph.rewrite import rewritten
-from adalog.graph.sites import find_blocks
 from adalog.inputs import demo
 from adalog.study.doctor import machine
 from adalog.study.evaluate import batch_on, predict
@@ -67,7 +65,7 @@ _COPIES = ("_to_copy", "copy_")
 _WAITS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select")
 _SHOWN = 15  # kernels in a table
 _SEGMENT = 1.0  # seconds that one profile covers at least: a profile of millions of kernels would not fit its buffer
-_STEPS = (5, 30)  # training steps that warm up, and those that are measured
+_STEPS = (30, 6)  # training steps that are measured, and those before them that warm up
 _STEP_IMAGES = 64  # of which a block holds an eighth out, so that the largest step has enough
 _LONG_ENOUGH = 0.5  # seconds to measure the speed of an evaluation
 
@@ -226,31 +224,6 @@ def measure_kernels(name: str, model: nn.Module, images: Tensor, config: Config)
         yield found
 
 
-def measure_steps(
-    model: nn.Module, images: Tensor, config: Config, batches: Sequence[int] = (8, 32)
-) -> list[dict[str, Any]]:
-    """Return the milliseconds of a training step of one block, by the number of images in a step."""
-    calibration = Calibration(model, images)
-    assigned, program = calibration.assign(quick(config)), calibration.program
-    blocks = find_blocks(program)
-    floats = Blocks(program, calibration.images, blocks)
-    quantized = Blocks(rewritten(program, assigned), calibration.images, blocks, like=floats)
-    inside = [{node.name for node in floats.nodes(number).nodes} for number in range(len(blocks))]
-    members = [[each for each in assigned if each[0].changes <= names] for names in inside]
-    number = max(range(len(blocks)), key=lambda each: len(members[each]))  # the first that has the most to train
-    warming, measured = _STEPS
-    rows = []
-    for batch in batches:
-        choices = Reconstruction(images=len(images), iterations=warming + measured, batch=batch)
-        block = BlockInTraining(program, floats, quantized, number, members[number], choices, 0)
-        steps = block.steps(1.0)
-        for _ in range(warming):
-            next(steps)
-        seconds, _ = timed(images.device, lambda steps=steps: list(steps))
-        rows.append({"block": number, "batch": batch, "ms": round(1000 * seconds / measured, 2)})
-    return rows
-
-
 @torch.no_grad()
 def measure_evaluation(model: nn.Module, images: Tensor, config: Config, batch: int) -> list[dict[str, Any]]:
     """Return images per second of each way to run the model, for this batch and the default one."""
@@ -387,7 +360,8 @@ def main() -> None:
             rows.append(measure_quantization(each, build(each).to(device), images, config))
             keep("rows", rows)
     if "steps" in wanted:
-        keep("steps", measure_steps(build(name, given.blocks).to(device), noise(_STEP_IMAGES, size, device), config))
+        small, many = build(name, given.blocks).to(device), noise(_STEP_IMAGES, size, device)
+        keep("steps", [time_steps(small, many, batch, partial(wait, device), *_STEPS) for batch in (8, 32)])
     if "evaluation" in wanted:
         rows = []
         for choices in (config, wide):

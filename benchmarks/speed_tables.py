@@ -306,26 +306,32 @@ def export_table() -> str:
 
 
 def gpu_table() -> str:
-    """Return what quantization and evaluation take on a GPU; a part that was not measured has no row."""
-    result = read("gpu")
+    """Return what adalog takes on a GPU; evaluation was measured at another commit than quantization."""
+    return "\n\n".join(_gpu_table(name) for name in ("gpu", "gpu-evaluation") if (RESULTS / f"{name}.json").exists())
+
+
+def _gpu_table(name: str) -> str:
+    """Return what one run of `benchmarks.gpu` measured; a part that was not measured has no row."""
+    result = read(name)
     what = f"{result['bits'].upper()}, {result['images']} images"
     lines = []
     for row in result.get("rows", ()):
         measured = {
-            "the first time": f"{row['cold']} s",
-            "again, capture": f"{row['capture']} s",
-            "again, search": f"{row['search']} s",
-            "again, correction": f"{row['correction']} s",
-            "peak of GPU memory": f"{row['peak_gib']} GiB",
+            "cold": "the first time",
+            "capture": "again, capture",
+            "search": "again, search",
+            "correction": "again, correction",
         }
-        lines += [[f"{row['model']}, {what}: {part}", value] for part, value in measured.items()]
+        lines += [[f"{row['model']}, {what}: {part}", f"{row[key]} s"] for key, part in measured.items() if key in row]
+        lines.append([f"{row['model']}, {what}: peak of GPU memory", f"{row['peak_gib']} GiB"])
     lines += _kernel_lines(result.get("kernels", {}), what)
     for row in result.get("steps", ()):
-        lines.append([f"a training step of one block, {row['batch']} images", f"{row['ms']} ms"])
+        how = "as one graph" if row["recorded"] else "operation by operation"
+        lines.append([f"a training step of one block, {row['batch']} images, {how}", f"{row['ms_per_step']} ms"])
     if stages := result.get("reconstruction"):
-        name = f"{stages['model']}, {stages['bits'].upper()}, `adalog++` from {stages['fitted']} images"
+        title = f"{stages['model']}, {stages['bits'].upper()}, `adalog++` from {stages['fitted']} images"
         for stage in ("search", "correction", "reconstruction", "end_to_end"):
-            lines.append([f"{name}: {stage.replace('_', ' ')}", f"{stages[stage]} s"])
+            lines.append([f"{title}: {stage.replace('_', ' ')}", f"{stages[stage]} s"])
     for row in result.get("evaluation", ()):
         speeds = row["images_per_second"]
         cells = "float model, fake quantization, executor `torch`"
@@ -336,18 +342,19 @@ def gpu_table() -> str:
             ]
         )
     if "compiled" in (row := result.get("compiled", {})):
-        name = f"images per second, {row['batch']} at a time, {row['bits'].upper()}: fake quantization, compiled"
-        lines.append([name, f"{row['fake_quantization']}, {row['compiled']}"])
+        title = f"images per second, {row['batch']} at a time, {row['bits'].upper()}: fake quantization, compiled"
+        lines.append([title, f"{row['fake_quantization']}, {row['compiled']}"])
     for row in result.get("agreement", ()):
-        name = f"bundled model, {row['bits'].upper()}: same classes as fake quantization on the GPU, of {row['images']}"
-        lines.append([f"{name} images: executor `torch`", f"{100 * row['torch']:.2f} %"])
-        lines.append([f"{name} images: fake quantization on a CPU", f"{100 * row['fake_quantization_on_cpu']:.2f} %"])
+        title = f"bundled model, {row['bits'].upper()}: same classes as fake quantization on the GPU"
+        title += f", of {row['images']}"
+        lines.append([f"{title} images: executor `torch`", f"{100 * row['torch']:.2f} %"])
+        lines.append([f"{title} images: fake quantization on a CPU", f"{100 * row['fake_quantization_on_cpu']:.2f} %"])
     for row in result.get("sqnr", ()):
-        name = row["model"] if row["model"] != "demo" else "bundled model"
-        name += f" with {row['blocks']} blocks" if "blocks" in row else ""
+        model = row["model"] if row["model"] != "demo" else "bundled model"
+        model += f" with {row['blocks']} blocks" if "blocks" in row else ""
         off = f"{row['mean_db']} ({row['least_db']} to {row['most_db']})"
-        lines.append([f"{name}, {what}: SQNR minus that of a CPU [dB], mean (least to most)", off])
-    note = f"{result['device']}; the images are random, but for the bundled model. {source('gpu')}"
+        lines.append([f"{model}, {what}: SQNR minus that of a CPU [dB], mean (least to most)", off])
+    note = f"{result['device']}; the images are random, but for the bundled model. {source(name)}"
     return f"{markdown_table(['what', 'measured'], lines)}\n\n{note}"
 
 

@@ -261,7 +261,7 @@ def test_folds(tiny_demo, result_of):
 def measured_gpu(tiny_timm, tiny_demo, result_of, monkeypatch, tmp_path):
     """A function that measures parts on the processor, which it compares with itself, and returns the result."""
     monkeypatch.setattr(gpu, "Search", partial(Search, init=(4, 2), parents=1))
-    monkeypatch.setattr(gpu, "_STEPS", (1, 2))
+    monkeypatch.setattr(gpu, "_STEPS", (2, 1))
     monkeypatch.setattr(gpu, "_STEP_IMAGES", 9)
     monkeypatch.setattr(gpu, "_LONG_ENOUGH", 0.0)
     monkeypatch.setattr(gpu, "_SEGMENT", 0.0)
