@@ -142,7 +142,7 @@ def check_squares(name: str, left: Operand, right: Operand) -> None:
     if left.is_float and right.is_float:
         return
     ends = (at_least_float32(operand.values).aminmax() for operand in (left, right))
-    peaks = [float(torch.maximum(high, -low)) for low, high in ends]
+    peaks = torch.stack([torch.maximum(high, -low).double() for low, high in ends]).tolist()
     largest = math.prod(max(peak, 1.0) for peak in peaks) * math.sqrt(left.values.shape[-1])
     if largest > math.sqrt(torch.finfo(torch.float32).max):
         raise CalibrationError(

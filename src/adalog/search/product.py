@@ -72,11 +72,11 @@ class Product:
 
         They are computed again in float64 if they overflow.
         """
-        signal = noise = 0.0
+        powers = torch.zeros(2, dtype=torch.float64, device=self.left.values.device)
         for x, x_hat, w, w_hat in self._slices(first, second):
             error = output_error(x, x_hat, w, w_hat)
-            signal += _power(x @ w.transpose(-1, -2))
-            noise += _power(error)
+            powers += torch.stack([_power(x @ w.transpose(-1, -2)), _power(error)])
+        signal, noise = powers.tolist()
         if math.isfinite(signal + noise) or self.left.values.dtype == torch.float64:
             return signal, noise
         wide = [replace(operand, values=operand.values.double()) for operand in (self.left, self.right)]
@@ -149,15 +149,16 @@ class _RowPowers:
         more = factor.squeeze(-1) - 1
         noise = self.noise + 2 * more * self.excess + more.square() * self.size
         signal = self.size - 2 * self.excess + self.noise
-        return max(0.0, float(signal.sum())), float(noise.clamp(min=0).sum())
+        total, error = torch.stack([signal.sum(), noise.clamp(min=0).sum()]).tolist()
+        return max(0.0, total), error
 
 
-def _power(values: Tensor) -> float:
+def _power(values: Tensor) -> Tensor:
     """Return the sum of squares, which overwrite the values.
 
     The sums of rows are added in float64, without a float64 copy of all values.
     """
-    return float(values.square_().sum(-1).sum(dtype=torch.float64))
+    return values.square_().sum(-1).sum(dtype=torch.float64)
 
 
 def output_error(x: Tensor, x_hat: Tensor, w: Tensor, w_hat: Tensor) -> Tensor:
