@@ -49,6 +49,7 @@ from problems import (
     symmetric,
     weight_of,
 )
+from recorded import Operations
 from strategies import R, bits, normal, q
 
 
@@ -106,6 +107,18 @@ def test_products_are_searched_together_as_alone(problem, monkeypatch):
         assert other.left.scale.shape == one.left.scale.shape
         assert weight_of(other).scale.shape == weight_of(one).scale.shape
         torch.testing.assert_close(other.left.scale, one.left.scale, rtol=1e-6, atol=0)
+
+
+@every_problem
+def test_a_stack_takes_as_many_operations_as_one_product(problem):
+    """A search of 8 products launches hardly more kernels than a search of one."""
+    computing = []
+    for count in (1, 8):
+        left, right = (Operand.stack([side] * count) for side in problem())
+        with Operations() as operations:
+            SMALL._points(left, right)
+        computing.append(operations.computing.total())
+    assert computing[1] <= 1.05 * computing[0]
 
 
 @pytest.mark.slow
