@@ -425,7 +425,16 @@ ELEMENTWISE = """
 import torch
 from adalog.quantizers import LogQuantizer, UniformQuantizer, elementwise
 
-assert len(elementwise._functions()) == 9
+assert len(elementwise._functions()) == 10
+for groups, inputs, outputs in [(1, 70, 33), (2, 64, 1), (3, 5, 65), (1, 1, 32)]:
+    left, codes, base = torch.randn(3, groups, inputs, outputs).double().unbind()
+    form = torch.rand(groups, inputs, inputs).double() + 1
+    parameters = [torch.full((groups, 1, outputs), value).double() for value in (0.1, 3.0)]
+    for start in range(0, inputs, 64):
+        rows = range(start, min(start + 64, inputs))
+        for known in (None, base.contiguous()):
+            given = left.contiguous(), form, known, parameters, 4, rows, codes.contiguous()
+            assert elementwise.codes_in_turn(*given).shape == (groups, len(rows), outputs)
 for shape, own in [((3, 17, 40), ()), ((2, 5, 7, 19), (1, 5, 1, 1)), ((1, 33), ()), ((5, 0), ()), ((4097,), (1,))]:
     for bits in range(2, 9):
         for make in (UniformQuantizer, lambda scale, _, bits: LogQuantizer(scale.mean(), 20, 37, bits, offset=0.17)):
