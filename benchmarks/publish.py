@@ -31,6 +31,11 @@ def read(name: str) -> dict[str, Any]:
     return result
 
 
+def exists(name: str) -> bool:
+    """Return True if there is a result with this name."""
+    return (RESULTS / f"{name}.json").exists()
+
+
 def measured(name: str) -> dict[str, Any]:
     """Return a result with each row replaced by its later measurement, if there is one.
 

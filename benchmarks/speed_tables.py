@@ -1,6 +1,6 @@
 """Tables of speed and of what runs: executors, engines, limits of the processor, loading, exports."""
 
-from benchmarks.publish import RESULTS, markdown_table, read, source
+from benchmarks.publish import RESULTS, exists, markdown_table, read, source
 
 import math
 from collections.abc import Mapping
@@ -307,7 +307,7 @@ def export_table() -> str:
 
 def gpu_table() -> str:
     """Return what adalog takes on a GPU; evaluation was measured at another commit than quantization."""
-    return "\n\n".join(_gpu_table(name) for name in ("gpu", "gpu-evaluation") if (RESULTS / f"{name}.json").exists())
+    return "\n\n".join(_gpu_table(name) for name in ("gpu", "gpu-evaluation") if exists(name))
 
 
 def _gpu_table(name: str) -> str:
