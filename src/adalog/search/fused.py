@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from adalog.device import waits_for_launches
-from adalog.quantizers import uniform_fake_quantize
 from adalog.quantizers.elementwise import KINDS, compiled, sizes_around
 
 
@@ -69,7 +68,11 @@ def uniform_errors(
     fit = sizes is not None and scale.numel() == zero_point.numel() == len(scale) * sizes[1]
     if function is None or sizes is None or not fit:
         scale, zero_point = (shaped_against(each, values.shape, own_dims) for each in (scale, zero_point))
-        return uniform_fake_quantize(values, scale, zero_point, bits).sub_(values).to(dtype)
+        # The same values as those of `uniform_fake_quantize`, with fewer passes over the candidates.
+        steps = torch.div(values, scale).round_()
+        torch.maximum(steps, -zero_point, out=steps)
+        torch.minimum(steps, 2**bits - 1 - zero_point, out=steps)
+        return steps.mul_(scale).sub_(values).to(dtype)
     values, scale, zero_point = (each.contiguous() for each in (values, scale, zero_point))
     result = _empty(len(scale), values, dtype)
     parameters = scale.data_ptr(), zero_point.data_ptr(), 2**bits - 1, len(scale)
@@ -108,8 +111,10 @@ def sums(product: Tensor, base: Tensor, error: Tensor | None, own_dims: Sequence
     function, sizes = _function("sums", product.dtype, base), sizes_around(base.shape, own_dims)
     fit = product.shape[1:] == base.shape and (error is None or error.shape == product.shape)
     if function is None or sizes is None or not fit or (error is not None and error.dtype != product.dtype):
-        product = product.to(base.dtype)
-        product = product.add_(base).square_() if error is None else product.add_(base, alpha=2).mul_(error)
+        alpha = 1 if error is None else 2
+        alike = product.dtype == base.dtype
+        product = product.add_(base, alpha=alpha) if alike else torch.add(product, base, alpha=alpha)
+        product = product.square_() if error is None else product.mul_(error)
         summed = [dim + 1 for dim in range(base.ndim) if dim not in own_dims]
         return product.sum(summed) if summed else product
     count, base, product = len(product), base.contiguous(), _together(product).contiguous()
