@@ -246,6 +246,19 @@ def test_the_right_operand_is_first_searched_against_the_left_one_by_its_own_err
     assert seen[1][0] is left.values
 
 
+def test_a_weight_is_searched_once_if_the_activation_stays_float(monkeypatch):
+    left, right = linear()
+    searched, search_operand = [], bounds._search_operand
+
+    def recorded(operand, *args, **options):
+        searched.append(operand)
+        return search_operand(operand, *args, **options)
+
+    monkeypatch.setattr(bounds, "_search_operand", recorded)
+    assert found_by(replace(left, format=Format(32)), right, replace(SMALL, rounds=3)).left is None
+    assert [operand.values is right.values for operand in searched] == [True]
+
+
 def test_rounds_help():
     left, right = linear(3)
     errors = [error_of(found_by(left, right, replace(SMALL, rounds=rounds)), left, right) for rounds in (1, 3)]

@@ -444,27 +444,27 @@ class Calibration:
             if tried[0] and start is None and rarely_uniform(groups[0].first):  # a start may be uniform
                 members = _maybe_uniform(products, [results[0] for results in tried], config)
             keys: dict[int, Any] = {}
-            for each in members:
-                formats = products[each].left.format, products[each].right.format
-                bits = None if folds[each][0] is None else config.activation_bits
-                keys[each] = (groups[each].name, *formats, config.search, bits, order)
-            missing = [each for each in members if keys[each] not in cache]
+            for index in members:
+                formats = products[index].left.format, products[index].right.format
+                bits = None if folds[index][0] is None else config.activation_bits
+                keys[index] = (groups[index].name, *formats, config.search, bits, order)
+            missing = [index for index in members if keys[index] not in cache]
             if missing:
-                asked = [self._with_needs(groups[each], products[each], folds[each][1], whole) for each in missing]
+                asked = [self._with_needs(groups[index], products[index], folds[index][1], whole) for index in missing]
                 results = config.search.search_together([replace(product, start=start) for product in asked])
-                cache |= {keys[each]: assignment for each, assignment in zip(missing, results, strict=True)}
-            tabled: dict[int, Any] = {each: (*key, config.tables) for each, key in keys.items()}
-            missing = [each for each in members if tabled[each] not in cache]
+                cache |= {keys[index]: assignment for index, assignment in zip(missing, results, strict=True)}
+            tabled: dict[int, Any] = {index: (*key, config.tables) for index, key in keys.items()}
+            missing = [index for index in members if tabled[index] not in cache]
             if missing:
-                plain = [cache[keys[each]] for each in missing]
-                results = with_tables([products[each] for each in missing], plain, config.tables)
-                cache |= {tabled[each]: assignment for each, assignment in zip(missing, results, strict=True)}
+                plain = [cache[keys[index]] for index in missing]
+                results = with_tables([products[index] for index in missing], plain, config.tables)
+                cache |= {tabled[index]: assignment for index, assignment in zip(missing, results, strict=True)}
             begun, spent = time.thread_time(), time.thread_time() - begun
-            for each, key in tabled.items():
-                tried[each].append(Searched(groups[each], products[each], cache[key]))
+            for index, key in tabled.items():
+                tried[index].append(Searched(groups[index], products[index], cache[key]))
                 # A cached assignment takes no time.
                 self._seconds[key] = max(spent / len(members), self._seconds.get(key, 0.0))
-                seconds[each] += self._seconds[key]
+                seconds[index] += self._seconds[key]
         best = [max(results, key=lambda searched: searched.assignment.sqnr) for results in tried]
         return [replace(searched, seconds=spent) for searched, spent in zip(best, seconds, strict=True)]
 

@@ -134,13 +134,13 @@ class Search(AnySearch):
         ranges = [self.fold_ranges] * len(stack)
         if self.fold_ranges == "best":
             ranges = best_ranges(stack, bits, self, torch.stack(list(weights)))
-        found = dict[int, tuple[Tensor, Tensor]]()
+        folds: dict[int, Fold] = {}
         for kind in dict.fromkeys(ranges):
             members = [index for index, chosen in enumerate(ranges) if chosen == kind]
             some = stack if len(members) == len(stack) else stack[members]
-            parameters = search_channels(some, bits, replace(self, fold_ranges=kind))
-            found |= {index: (parameters[0][place], parameters[1][place]) for place, index in enumerate(members)}
-        return [(Fold.sharing(*found[index]), None) for index in range(len(stack))]
+            scales, zero_points = search_channels(some, bits, replace(self, fold_ranges=kind))
+            folds |= dict(zip(members, map(Fold.sharing, scales, zero_points), strict=True))
+        return [(folds[index], None) for index in range(len(stack))]
 
     def search_product(self, product: Product) -> Assignment:
         start = product.start
@@ -159,8 +159,10 @@ class Search(AnySearch):
             return [self.search_product(products[0])]
         left = Operand.stack([product.left for product in products])
         right = Operand.stack([product.right for product in products])
-        points = [[None] * len(products) if found is None else found.unbind(1) for found in self._points(left, right)]
-        return [self._assigned(product, *each) for product, *each in zip(products, *points, strict=True)]
+        lefts, rights = (
+            [None] * len(products) if points is None else points.unbind(1) for points in self._points(left, right)
+        )
+        return list(map(self._assigned, products, lefts, rights))
 
     def _assigned(self, product: Product, first: Tensor | None, second: Tensor | None) -> Assignment:
         x_side, w_side = product.left.quantizer(first), product.right.quantizer(second)
@@ -191,7 +193,7 @@ class Search(AnySearch):
             right_hat = right.quantized_at(second)
         going = torch.ones_like(error, dtype=torch.bool)
         for index in range(self.rounds):
-            before, moved = error, going
+            before, moved = error, torch.zeros_like(going)
             if first is not None:
                 found, least = _search_operand(left, right.values, right_hat, self, first, nearby=many and index > 0)
                 moved = going & (found != first).movedim(0, -1).reshape(*going.shape, -1).any(-1)
