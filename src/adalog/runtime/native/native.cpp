@@ -7,6 +7,9 @@
 // The file has two parts. The first part is the same for all instruction sets. It includes this file again for each
 // instruction set. This compiles the second part, the kernels, once per instruction set in a separate namespace.
 //
+// Instruction sets can also be compiled at the same time: with ADALOG_PART, this file compiles only one of them, or for
+// ADALOG_PART = 0 the interface and the kernels of all processors. `avx2.cpp` and the files like it are the other parts.
+//
 // Integers: operands are bytes. A left operand is codes (uint8), and a right operand is codes minus a middle (int8), so
 // that one instruction multiplies them. The parts of the zero points that were not subtracted are corrected by a constant
 // per column (`base`) and, if a right operand has 8 bits, by a multiple of the row's sum (`moved`). All sums are modulo
@@ -501,12 +504,21 @@ void patches(const void* arguments, int64_t number, uint8_t*) {
 
 // --- the kernels, for each instruction set -------------------------------------------------------------------------------
 
+#ifdef ADALOG_PART
+#define ADALOG_COMPILES(level) (ADALOG_PART == level)
+#else
+#define ADALOG_COMPILES(level) 1
+#endif
+
+#if ADALOG_COMPILES(0)
 #define ADALOG_LEVEL 0
 namespace scalar {
 #include "native.cpp"
 }
 #undef ADALOG_LEVEL
+#endif
 #ifdef ADALOG_X86
+#if ADALOG_COMPILES(1)
 #define ADALOG_LEVEL 1
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
@@ -515,6 +527,9 @@ namespace avx2 {
 }
 #pragma GCC pop_options
 #undef ADALOG_LEVEL
+extern "C" const void* adalog_avx2() { return &avx2::kernels; }
+#endif
+#if ADALOG_COMPILES(2)
 #define ADALOG_LEVEL 2
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,avx512f,avx512dq,avx512bw,avx512vl,avx512vnni")
@@ -523,6 +538,9 @@ namespace avx512 {
 }
 #pragma GCC pop_options
 #undef ADALOG_LEVEL
+extern "C" const void* adalog_avx512() { return &avx512::kernels; }
+#endif
+#if ADALOG_COMPILES(3)
 #define ADALOG_LEVEL 3
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,avx512vbmi,avx512vbmi2,amx-tile,amx-int8")
@@ -531,8 +549,11 @@ namespace amx {
 }
 #pragma GCC pop_options
 #undef ADALOG_LEVEL
+extern "C" const void* adalog_amx() { return &amx::kernels; }
+#endif
 #endif
 #ifdef ADALOG_ARM
+#if ADALOG_COMPILES(4)
 #define ADALOG_LEVEL 4
 #ifndef __clang__
 #pragma GCC push_options
@@ -545,7 +566,9 @@ namespace neon {
 #pragma GCC pop_options
 #endif
 #undef ADALOG_LEVEL
-#ifdef ADALOG_ARM_I8MM
+extern "C" const void* adalog_neon() { return &neon::kernels; }
+#endif
+#if defined(ADALOG_ARM_I8MM) && ADALOG_COMPILES(5)
 #define ADALOG_LEVEL 5
 #ifndef __clang__
 #pragma GCC push_options
@@ -558,23 +581,29 @@ namespace i8mm {
 #pragma GCC pop_options
 #endif
 #undef ADALOG_LEVEL
+extern "C" const void* adalog_i8mm() { return &i8mm::kernels; }
 #endif
 #endif
+
+#if ADALOG_COMPILES(0)
+
+// The kernels of other instruction sets, which other files may compile.
+extern "C" const void *adalog_avx2(), *adalog_avx512(), *adalog_amx(), *adalog_neon(), *adalog_i8mm();
 
 namespace {
 
 const Kernels* kernels_of(int level) {
-    const Kernels* all[I8MM + 1] = {&scalar::kernels};
+    const void* all[I8MM + 1] = {&scalar::kernels};
 #ifdef ADALOG_X86
-    all[AVX2] = &avx2::kernels, all[AVX512] = &avx512::kernels, all[AMX] = &amx::kernels;
+    all[AVX2] = adalog_avx2(), all[AVX512] = adalog_avx512(), all[AMX] = adalog_amx();
 #endif
 #ifdef ADALOG_ARM
-    all[NEON] = &neon::kernels;
+    all[NEON] = adalog_neon();
 #ifdef ADALOG_ARM_I8MM
-    all[I8MM] = &i8mm::kernels;
+    all[I8MM] = adalog_i8mm();
 #endif
 #endif
-    return all[level];
+    return static_cast<const Kernels*>(all[level]);
 }
 
 }  // namespace
@@ -776,6 +805,8 @@ API int adalog_patches(Context* context, const Patches* of) {
     if (!fits(images * size[0] * size[1], of->row, int64_t(columns), 1, of->out_bytes)) return 1;
     return context->run(patches, of, images * size[0], 0);
 }
+
+#endif  // ADALOG_COMPILES(0)
 
 #else  // ADALOG_LEVEL: the kernels ============================================================================================
 
