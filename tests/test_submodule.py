@@ -121,6 +121,88 @@ def test_nothing_changes_where_it_fails(call, error, words):
     unchanged(model, backbone, before)
 
 
+class Encoder(nn.Module):
+    """An encoder that takes keyword arguments only, as those inside detectors do."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 8)
+
+    def forward(self, *, pixel_values, mask=None, image_sizes=(), dtype=None, **options):
+        x = self.embed(pixel_values).flatten(2).transpose(1, 2).to(dtype or torch.float32)
+        return {"features": self.mix(x if mask is None else x * mask)}
+
+
+class OfDicts(nn.Module):
+    """A detector that takes a list of dicts, one per image."""
+
+    def __init__(self, call):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.call = Encoder(), call
+
+    def forward(self, batch):
+        return self.call(self.encoder, torch.stack([each["image"] for each in batch]))["features"]
+
+
+class OfTensor(nn.Module):
+    """A model that takes images, and calls a detector on dicts of them."""
+
+    def __init__(self, detector):
+        super().__init__()
+        self.detector = detector
+
+    def forward(self, images):
+        return self.detector([{"image": image} for image in images])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda encoder, x: encoder(pixel_values=x),
+        lambda encoder, x: encoder(pixel_values=x, image_sizes=x.shape[-2:], dtype=x.dtype, verbose=False, kind="fine"),
+        lambda encoder, x: encoder(pixel_values=x, mask=x.new_ones(len(x), 16, 1), levels={"fine": [1, 2]}),
+    ],
+    ids=["a tensor", "constants", "two tensors"],
+)
+@torch.no_grad()
+def test_an_encoder_of_keyword_arguments_in_a_detector_of_dicts(call):
+    detector = OfDicts(call).eval()
+    model = OfTensor(detector).eval()
+    expected = model(IMAGES)
+    result = adalog.quantize(detector.encoder, IMAGES, CONFIG, within=model)
+    assert detector.encoder is result
+    assert_close(model(IMAGES), expected)
+    assert detector([{"image": IMAGES[0]}]).shape == (1, 16, 8)
+
+
+@pytest.mark.parametrize(
+    ("call", "wrap", "words"),
+    [
+        (
+            lambda encoder, x: encoder(pixel_values=x),
+            lambda detector: detector,
+            r"OfDicts fails on the images before it calls Encoder \(IndexError: .*pass Encoder alone",
+        ),
+        (
+            lambda encoder, x: encoder(pixel_values=x, image_sizes=[(16, 16)] * len(x)),
+            OfTensor,
+            "lists among the arguments of Encoder depend on the number of images.*choose a module inside it",
+        ),
+    ],
+    ids=["dicts", "a size per image"],
+)
+def test_arguments_of_no_one_meaning_are_refused(call, wrap, words):
+    detector = OfDicts(call).train()
+    model, encoder, before = wrap(detector).train(), detector.encoder, copy.deepcopy(detector.state_dict())
+    with pytest.raises(CalibrationError, match=words) as refused:
+        adalog.quantize(encoder, IMAGES, CONFIG, within=model)
+    assert "\n" not in str(refused.value)
+    assert detector.encoder is encoder
+    assert all(torch.equal(value, before[name]) for name, value in detector.state_dict().items())
+    assert not encoder._forward_hooks
+
+
 def test_a_loaded_model_takes_tensors_by_position(tmp_path):
     model = Detector()
     result = adalog.quantize(model.backbone, IMAGES, CONFIG, within=model)

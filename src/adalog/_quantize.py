@@ -51,7 +51,8 @@ def quantize(
             of batches is joined, and a DataLoader of tensors is read until there are enough images.
         config: The bits, quantizers and search. Default: `Config.preset("w4a4")`.
         within: A model that contains `model` and takes the images. Then `model` is calibrated on the inputs that it
-            gets there, in all its calls, and the quantized model takes its place in `within`.
+            gets there, in all its calls, and the quantized model takes its place in `within`. `within` is called as
+            `within(images)`; wrap a model that takes something else, such as a list of dicts.
         partial: A file that records finished searches, so that an interrupted call can continue. Remove it once the
             result is saved.
         seed: Seed of the random subset and of all random choices of the search.
@@ -68,7 +69,8 @@ def quantize(
 
     Raises:
         CaptureError: If the model cannot be exported, or uses an operation that adalog does not support.
-        CalibrationError: If there are too few images, or if they or the values inside the model are not finite.
+        CalibrationError: If there are too few images, if they or the values inside the model are not finite, or if
+            `within` does not call the model with arguments that have one meaning for any number of images.
         ValueError: If `images` is none of these, if `within` does not contain the model, if a pattern of
             `config.pinned` matches no site, or if the memory is too small.
 

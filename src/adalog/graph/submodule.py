@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from adalog.errors import CalibrationError
-from adalog.graph.capture import inference
+from adalog.graph.capture import inference, take
 from adalog.graph.program import Program, leaves_of, refs_of
 from adalog.graph.sites import Site
 
 Inputs = tuple[Tensor, ...]
+# The types of arguments that the program of a call can hold as constants.
+_CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,43 @@ def record_calls(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) 
     """Run `within(*inputs)`, and return how it calls the module `model`, with the tensors of each call.
 
     Calls on values of the same sizes are joined into one call: (N, ...) and (M, ...) become (N + M, ...).
-    Raises ValueError if `within` does not contain the module. Raises CalibrationError if `within` does not call it,
-    calls it in different ways, or calls it on values that differ in more than the height and width of (N, C, H, W).
+    Raises ValueError if `within` does not contain the module. Raises CalibrationError if `within` does not take these
+    inputs or does not call the module, calls it in different ways or with a list of one member per image, or calls it
+    on values that differ in more than the height and width of (N, C, H, W).
     """
-    name = type(model).__name__
+    name, whole = type(model).__name__, type(within).__name__
     if model is within or all(module is not model for module in within.modules()):
-        raise ValueError(f"{name} is not a part of {type(within).__name__}: pass within= a model that contains it")
+        raise ValueError(f"{name} is not a part of {whole}: pass within= a model that contains it")
+    calls, given = _recorded(model, within, inputs)
+    if not calls:
+        raise CalibrationError(f"{name} is not called in a forward pass of {whole}: choose another part of the model")
+    for key, value in calls[0].constants.items():
+        if not isinstance(value, _CONSTANTS):
+            raise CalibrationError(
+                f"{name} is called with an argument {key} of type {type(value).__name__}, which adalog cannot store: "
+                "call it with tensors, numbers, strings or None, or choose a module inside it"
+            )
+    if any(call != calls[0] for call in calls):
+        raise CalibrationError(
+            f"{name} is called {len(calls)} times in a forward pass of {whole}, and its arguments other than tensors "
+            "differ: choose a part of it, or a module that contains it"
+        )
+    count = min((len(value) for value in inputs if isinstance(value, Tensor)), default=0)
+    if count > 1 and any(name not in calls[0].signature.parameters for name in calls[0].names):
+        fewer = _recorded(model, within, take(inputs, range(count // 2)))[0]
+        if any(call != calls[0] for call in fewer):
+            raise CalibrationError(
+                f"the lists among the arguments of {name} depend on the number of images, so the quantized module "
+                "could take no other number: choose a module inside it that takes tensors (N, ...)"
+            )
+    return calls[0], _joined(name, given)
+
+
+def _recorded(model: nn.Module, within: nn.Module, inputs: Sequence[Any]) -> tuple[list[Call], list[Inputs]]:
+    """Run `within(*inputs)`, and return each call of the module `model`, and the tensors of each call.
+
+    Raises CalibrationError if the run fails before the first call.
+    """
     signature = inspect.signature(model.forward)
     calls: list[Call] = []
     given: list[Inputs] = []
@@ -98,25 +131,20 @@ def record_calls(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) 
     try:
         with inference(within):
             within(*inputs)
+    except Exception as cause:
+        if calls:
+            raise
+        name, whole = type(model).__name__, type(within).__name__
+        reason = (str(cause).splitlines() or [""])[0]
+        raise CalibrationError(
+            f"{whole} fails on the images before it calls {name} ({type(cause).__name__}: {reason}). If {whole} takes "
+            f"something else, such as a list of dicts, pass {name} alone with the tensors that it takes, or within= a "
+            f"module that takes the images and calls {whole} on them"
+        ) from cause
     finally:
         for hook in hooks:
             hook.remove()
-    if not calls:
-        raise CalibrationError(
-            f"{name} is not called in a forward pass of {type(within).__name__}: choose another part of the model"
-        )
-    for key, value in calls[0].constants.items():
-        if not isinstance(value, (bool, int, float, str, type(None))):
-            raise CalibrationError(
-                f"{name} is called with an argument {key} of type {type(value).__name__}, which adalog cannot store: "
-                "call it with tensors, numbers, strings or None"
-            )
-    if any(call != calls[0] for call in calls):
-        raise CalibrationError(
-            f"{name} is called {len(calls)} times in a forward pass of {type(within).__name__}, and its arguments "
-            "other than tensors differ: choose a part of it, or a module that contains it"
-        )
-    return calls[0], _joined(name, given)
+    return calls, given
 
 
 def _joined(name: str, calls: list[Inputs]) -> list[Inputs]:
