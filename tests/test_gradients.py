@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from adalog.calibration import gradients
 from adalog.calibration.gradients import (
     BATCH,
     distance_gradient,
@@ -57,11 +58,31 @@ def test_squares_of_a_given_gradient(network):
 
 def test_several_probes_are_averaged(network):
     _, images, program, names = network
-    gradients = [normal(len(images), 4, seed=seed) for seed in (1, 2, 3)]
-    each = [given_probe(gradient) for gradient in gradients]
+    drawn = [normal(len(images), 4, seed=seed) for seed in (1, 2, 3)]
+    each = [given_probe(gradient) for gradient in drawn]
     name = names["second"]
     together = squared_gradients(program, (images,), [name], each)[name]
-    torch.testing.assert_close(together, scaled(sum(gradient.square() for gradient in gradients)))
+    torch.testing.assert_close(together, scaled(sum(gradient.square() for gradient in drawn)))
+
+
+def test_large_images_run_one_at_a_time(network, monkeypatch):
+    """The gradients stay the same if the memory allows only one image in a pass, and one value in a comparison."""
+    _, images, program, names = network
+    probes = [given_probe(normal(len(images), 4, seed=seed)) for seed in (1, 2)]
+
+    def means(_, squares):
+        return squares.mean(-1, keepdim=True)
+
+    expected = squared_gradients(program, (images,), names.values(), probes, means)
+    sizes, run = [], type(program).run
+    monkeypatch.setattr(gradients, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(
+        type(program), "run", lambda self, given, *rest: sizes.append(len(given[0])) or run(self, given, *rest)
+    )
+    found = squared_gradients(program, (images,), names.values(), probes, means)
+    assert sizes == [2, 1, 1] * len(names) + [1] * len(images)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
 
 
 def test_the_program_is_not_changed(network):

@@ -1,6 +1,6 @@
 """Compute how much each value inside a program matters to its output, as squared gradients."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from adalog.device import waits_for_launches
 from adalog.errors import CalibrationError
 from adalog.graph.operations import aten
 from adalog.graph.program import Node, Program, leaves_of
-from adalog.graph.tracing import image_axes, keeps_images_apart, trace
+from adalog.graph.tracing import image_axes, keeps_images_apart, size_in_bytes, trace
 
 # (the program's differentiable outputs for some images, the slice of these images) -> the gradient of a loss with
 # respect to each output.
@@ -19,6 +19,8 @@ Probe = Callable[[Sequence[Tensor], slice], Sequence[Tensor]]
 
 BATCH = 4  # images per draw of a probe, and per backward pass on a CPU
 _BATCH_OF_ACCELERATOR = 32
+# The most bytes of values in a backward pass over several images. Large images run one at a time.
+_BATCH_BYTES = 4 << 30
 _NORMALISED = aten("batch_norm.default instance_norm.default")  # their statistics take no gradient
 
 
@@ -103,8 +105,9 @@ def squared_gradients(
 
     reduced: maps a name and the squared gradients of a batch to what is kept of them; it keeps the images apart. A
     value that no gradient reaches gets ones, so that all its errors count equally. Each batch of `BATCH` images (more
-    on an accelerator) takes one forward, and one backward per probe. If some value does not keep images apart, all
-    images form one batch. Raises CalibrationError if no output has a gradient.
+    on an accelerator) takes one forward, and one backward per probe. A batch has fewer images if the values of `BATCH`
+    images exceed `_BATCH_BYTES`. If some value does not keep images apart, all images form one batch. Raises
+    CalibrationError if no output has a gradient.
     """
     traced = trace(program, images)
     names = [
@@ -112,50 +115,77 @@ def squared_gradients(
         for name, value in traced.items()
         if name in names and isinstance(value, Tensor) and value.is_floating_point()
     ]
-    dimensions = _image_dimensions(program, images, names)
-    draw = len(images[0]) if dimensions is None else BATCH
-    batch = max(draw, _BATCH_OF_ACCELERATOR) if waits_for_launches(images[0].device) else draw
+    dimensions, count = _image_dimensions(program, images, traced, names), len(images[0])
+    draw = few = count if dimensions is None else BATCH
+    if dimensions is not None:
+        few = min(draw, max(1, _BATCH_BYTES * count // max(1, _bytes_made(program, traced))))
+    batch = max(draw, _BATCH_OF_ACCELERATOR) if waits_for_launches(images[0].device) and few == draw else few
     statistics = {ref.name for node in program.nodes if node.op in _NORMALISED for ref in node.args[3:5] if ref}
     leaves = {name: value.detach() if name in statistics else _leaf(value) for name, value in program.tensors.items()}
     free = replace(program, tensors=leaves)
+    # Large values are reduced after each probe, which saves memory. The last bits differ from a reduction at the end,
+    # so all others are reduced at the end.
+    each, whole = (reduced, _unchanged) if few < draw else (_unchanged, reduced)
     batches: dict[str, list[Tensor]] = {name: [] for name in names}
-    count = len(images[0])
     for start in range(0, count, batch):
         which = slice(start, min(start + batch, count))
-        kept: dict[str, Tensor] = {}
-
-        def watch(node: Node, args: tuple[Any, ...], result: Any, kept: dict[str, Tensor] = kept) -> None:
-            if node.name in batches:
-                kept[node.name] = result
-
-        with torch.enable_grad():
-            output = free.run([_leaf(value[which]) for value in images], watch)
-            outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not outputs:
-            raise CalibrationError(
-                "the model has no differentiable output, but this method needs one: choose another method"
-            )
-        squares = {name: torch.zeros_like(value) for name, value in kept.items()}
-        reached = {name: value for name, value in kept.items() if value.requires_grad}
-        given = _drawn(probes if reached else (), outputs, which, draw)
-        for index, gradients in enumerate(given):
-            found = torch.autograd.grad(
-                outputs,
-                list(reached.values()),
-                gradients,
-                retain_graph=index + 1 < len(given),
-                allow_unused=True,
-            )
-            for name, gradient in zip(reached, found, strict=True):
-                if gradient is not None:
-                    squares[name] += gradient.square() / len(probes)
-        for name, value in squares.items():
-            batches[name].append(reduced(name, value))
+        for name, value in _squares_of_batch(free, images, which, names, probes, min(draw, batch), each).items():
+            batches[name].append(whole(name, value))
     together = {
         name: values[0] if dimensions is None else torch.cat(values, dimensions[name])
         for name, values in batches.items()
     }
     return {name: with_mean_one(value) for name, value in together.items()}
+
+
+def _unchanged(_: str, squares: Tensor) -> Tensor:
+    return squares
+
+
+def _bytes_made(program: Program, traced: Mapping[str, Any]) -> int:
+    """Return the bytes of all values that the nodes of a program make; a view counts with the value that it views."""
+    values = [leaf for node in program.nodes for leaf in leaves_of(traced[node.name]) if isinstance(leaf, Tensor)]
+    return sum({(made := value.untyped_storage())._cdata: made.nbytes() for value in values}.values())
+
+
+def _squares_of_batch(
+    free: Program,
+    images: Sequence[Tensor],
+    which: slice,
+    names: Collection[str],
+    probes: Sequence[Probe],
+    draw: int,
+    reduced: Callable[[str, Tensor], Tensor],
+) -> dict[str, Tensor]:
+    """Return the squared gradients of each named value for some images, averaged over probes.
+
+    free: the program with tensors that require gradients. reduced: is applied to the squares of each probe.
+    """
+    kept: dict[str, Tensor] = {}
+
+    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
+        if node.name in names:
+            kept[node.name] = result
+
+    with torch.enable_grad():
+        output = free.run([_leaf(value[which]) for value in images], watch)
+        outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not outputs:
+        raise CalibrationError(
+            "the model has no differentiable output, but this method needs one: choose another method"
+        )
+    squares = {name: reduced(name, torch.zeros_like(value)) for name, value in kept.items()}
+    reached = {name: value for name, value in kept.items() if value.requires_grad}
+    given = _drawn(probes if reached else (), outputs, which, draw)
+    for index, gradients in enumerate(given):
+        more = index + 1 < len(given)
+        inputs = list(reached.values())
+        found = list(torch.autograd.grad(outputs, inputs, gradients, retain_graph=more, allow_unused=True))
+        for name in reversed(reached):
+            gradient = found.pop()  # so that it is freed before the next one is squared
+            if gradient is not None:
+                squares[name] += reduced(name, gradient.square() / len(probes))
+    return squares
 
 
 def _drawn(probes: Sequence[Probe], outputs: Sequence[Tensor], images: slice, count: int) -> Sequence[Sequence[Tensor]]:
@@ -187,23 +217,39 @@ def _leaf(value: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _image_dimensions(program: Program, images: Sequence[Tensor], names: Collection[str]) -> dict[str, int] | None:
-    """Return the dimension of each value that counts images; None if the images must run together."""
+def _image_dimensions(
+    program: Program, images: Sequence[Tensor], traced: Mapping[str, Any], names: Sequence[str]
+) -> dict[str, int] | None:
+    """Return the dimension of each value that counts images; None if the images must run together.
 
-    def run(first: int, count: int) -> dict[str, Tensor]:
-        seen: dict[str, Tensor] = {}
+    traced: the result of `trace` for the images.
+    """
 
-        def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-            if node.name in names:
-                seen[node.name] = result
+    def seen_by(some: Collection[str]) -> Callable[[int, int], dict[str, Tensor]]:
+        def run(first: int, count: int) -> dict[str, Tensor]:
+            seen: dict[str, Tensor] = {}
 
-        program.run([value[first : first + count] for value in images], watch)
-        return seen
+            def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
+                if node.name in some:
+                    seen[node.name] = result
 
-    if len(images[0]) < 2:
+            program.run([value[first : first + count] for value in images], watch)
+            return seen
+
+        return run
+
+    count = len(images[0])
+    if count < 2:
         return None
     axes = image_axes(program, images)
     dimensions = {name: axis[0] for name in names if (axis := axes.get(name)) is not None}
-    if len(dimensions) < len(set(names)) or not keeps_images_apart(run, names, axes):
+    if len(dimensions) < len(set(names)):
         return None
-    return dimensions
+    parts, held = [list[str]()], 0
+    for name in names:
+        held += 4 * size_in_bytes(traced[name]) // count  # two images together, and each of them alone
+        if parts[-1] and held > _BATCH_BYTES // 2:  # large values are compared in several runs
+            parts.append([])
+            held = 4 * size_in_bytes(traced[name]) // count
+        parts[-1].append(name)
+    return dimensions if all(keeps_images_apart(seen_by(part), part, axes) for part in parts) else None

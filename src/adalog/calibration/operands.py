@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from adalog.calibration.batches import in_own_memory
 from adalog.calibration.observe import Request
 from adalog.config import Config, power_law_format, weight_format
 from adalog.errors import CalibrationError
@@ -287,6 +288,6 @@ def _conv_rows(images: Iterable[Tensor], batch: int, overlap: int) -> Tensor:
     found = []
     for index, rows in enumerate(images):
         step = coprime(max(1, min(overlap, batch * rows.shape[1] // 1024)), rows.shape[1])
-        found.append(rows[:, index % step :: step])
+        found.append(in_own_memory(rows[:, index % step :: step]))  # so that the other rows are freed
     result = torch.cat(found, dim=1)
     return result if len(result) > 1 else result[0]
