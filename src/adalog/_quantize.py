@@ -60,7 +60,8 @@ def quantize(
         memory: Bytes for operands and temporaries, on each rank, in addition to the model, the images and results.
             Default: 2 GiB, or a quarter of the memory of the GPU that holds the images.
         sizes: "fixed", or "free" to let the quantized model take images of other heights and widths.
-        progress: Called as `progress(done, total, name)` whenever a site or step is done.
+        progress: Called as `progress(done, total, name)` whenever a site or step is done. A site with many values
+            counts several times, so that `done / total` is about the share of the time.
         ranks: The processes that share the searches (`adalog.ranks.Ranks.of_environment()`). Each of them makes the
             same call, and all get the same model. Default: this process alone.
 

@@ -30,7 +30,7 @@ from adalog.calibration.operands import (
     with_rows,
 )
 from adalog.calibration.partial import Partial, assignment_json, fingerprint
-from adalog.calibration.schedule import Progress, run_searches
+from adalog.calibration.schedule import Progress, run_searches, units_of_work
 from adalog.calibration.shared import Shared
 from adalog.calibration.stages import check_images, staged
 from adalog.calibration.values import even_out_values
@@ -198,7 +198,8 @@ class Calibration:
 
         Args:
             config: The bits, quantizers and search.
-            progress: Called as `progress(done, total, name)` whenever a site or step is done.
+            progress: Called as `progress(done, total, name)` whenever a site or step is done. A site with many values
+                counts several times, so that `done / total` is about the share of the time.
             jobs: Number of sites that are searched at once, in threads. The result does not depend on it.
             partial: A file from which finished searches are read, and to which new ones are added. Remove it once the
                 result is saved.
@@ -257,11 +258,14 @@ class Calibration:
             start = given.get(groups[0].name)
             return [searched.assignment for searched in self._search_together(groups, config, start)]
 
+        reads = {name: each.scratch // self._observed.stride(each.names) for name, each in self._requests.items()}
+        work = {name: units_of_work(size) for name, size in reads.items()}
         found = run_searches(
             [[[group] for group in split] if given else self._stacks(split, config) for split in self._splits()],
             search,
             known={name: self._assigned[key] for name, key in keys.items() if key in self._assigned},
             bytes_of={name: request.scratch for name, request in self._requests.items()},
+            work_of=work,
             memory=self._memory // 2,
             device=self.images[0].device,
             jobs=jobs,
@@ -287,7 +291,7 @@ class Calibration:
                 ranks=ranks,
             )
         if progress is not None:
-            progress(len(self.groups), len(self.groups), "")
+            progress(sum(work.values()), sum(work.values()), "")
         return assigned
 
     @_alone

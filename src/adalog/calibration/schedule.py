@@ -13,7 +13,14 @@ from adalog.graph.rewrite import SiteGroup
 from adalog.quantizers import Assignment
 from adalog.ranks import ALONE, Coded, Ranks
 
+# Called with (done, total, name of what is next), in units of work.
 Progress = Callable[[int, int, str], None]
+_BYTES_PER_UNIT = 1 << 24  # bytes of temporaries; the search of so many takes about as long as any search at least
+
+
+def units_of_work(size: int) -> int:
+    """Return how many units of work the search of a site takes, for the bytes of its temporaries: 1 for a small one."""
+    return 1 + size // _BYTES_PER_UNIT
 
 
 def coded(device: torch.device) -> Coded[Assignment]:
@@ -66,6 +73,7 @@ def run_searches(
     *,
     known: Mapping[str, Assignment],
     bytes_of: Mapping[str, int],
+    work_of: Mapping[str, int],
     memory: int,
     device: torch.device,
     jobs: int = 1,
@@ -80,19 +88,20 @@ def run_searches(
 
     splits: groups whose operands are held together, in lists that one search takes; a split starts when the one before
     it is done. known: assignments that need no search. bytes_of: the bytes of `memory` that each group takes, by its
-    name. partial: a file from which finished searches are read, and to which those of this rank are added. progress:
-    called with (number of groups done on all ranks, total, name of an unfinished group). Raises ValueError if jobs is
-    less than 1.
+    name. work_of: the units of work of each group. partial: a file from which finished searches are read, and to which
+    those of this rank are added. progress: called with (units of work done on all ranks, total, name of an unfinished
+    group). Raises ValueError if jobs is less than 1.
     """
     if jobs < 1:
         raise ValueError(f"jobs = {jobs} is not a whole number of at least 1")
-    scratch, total = Scratch(memory), sum(len(stack) for split in splits for stack in split)
+    scratch = Scratch(memory)
+    total = sum(work_of[group.name] for split in splits for stack in split for group in stack)
     found = dict[str, Assignment]()
 
     def told(names: Iterable[str]) -> None:
         waiting = next((name for name in names if name not in found), None)
         if progress is not None and waiting is not None:
-            progress(len(found), total, waiting)
+            progress(sum(work_of[name] for name in list(found)), total, waiting)
 
     for split in splits:
 

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -301,6 +302,10 @@ def _leftovers(partial: Path) -> list[Path]:
 # --- progress --------------------------------------------------------------------------------------------------------
 
 
+_LONG = 60.0  # the seconds from which a remaining time is printed
+_PERIOD = 600.0  # the seconds over which a bar averages the speed; single sites take up to minutes
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence prints, logs and warnings of other packages and the user's model while the context is open.
@@ -335,17 +340,40 @@ def progress_bar() -> Iterator[Progress]:
         TimeRemainingColumn(),
     )
     terminal = Console(file=sys.stderr)
-    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
+    with Progress(
+        *columns, console=terminal, transient=True, disable=not terminal.is_terminal, speed_estimate_period=_PERIOD
+    ) as progress:
         yield progress
 
 
-def site_progress(progress: Progress, task: TaskID, name: str) -> Callable[[int, int, str], None]:
-    """Return a callback that shows the number of finished sites or steps on a bar, with the name of the last one."""
+def site_progress(progress: Progress, task: TaskID, name: str, at_once: int = 1) -> Callable[[int, int, str], None]:
+    """Return a callback that shows the finished share of sites or steps on a bar, with the name of the last one.
+
+    If they will take more than a minute, the callback also prints about how long, once the first sites are done, even
+    if there is no bar. at_once: the number of sites that are searched at once.
+    """
+    calls, begun = 0, (0.0, 0)
 
     def update(done: int, total: int, site: str) -> None:
+        nonlocal calls, begun
         progress.update(task, completed=done, total=total, description=f"{name} {site}")
+        if calls == 0:
+            begun = time.monotonic(), done
+        elif calls == at_once and done > begun[1]:
+            seconds = (time.monotonic() - begun[0]) * (total - done) / (done - begun[1])
+            if seconds > _LONG:
+                progress.console.print(f"{name}: about {_duration(seconds)} left", highlight=False)
+        calls += 1
 
     return update
+
+
+def _duration(seconds: float) -> str:
+    """Return a time in whole minutes, or in hours with one digit from two hours on."""
+    if seconds >= 7200:
+        return f"{seconds / 3600:.1f} hours"
+    minutes = max(1, round(seconds / 60))
+    return "1 minute" if minutes == 1 else f"{minutes} minutes"
 
 
 def image_progress(progress: Progress) -> Callable[[int], None]:

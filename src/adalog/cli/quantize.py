@@ -171,7 +171,7 @@ def _quantized(model: str, data: Path | None, config: Config, setup: Setup, part
     loaded = load_model(model, setup.no_pretrained, setup.checkpoint)
     partial.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():
-        watch = site_progress(progress, progress.add_task("capturing", total=1), config.bits)
+        watch = site_progress(progress, progress.add_task("capturing", total=1), config.bits, setup.searches)
         if isinstance(given, ImageSet):
             given = given.sample(config.images_needed, setup.seed).load(loaded.prepared, jobs=setup.jobs)
         quantized = adalog.quantize(

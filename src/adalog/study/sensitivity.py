@@ -244,7 +244,7 @@ def sensitivity(
         choices = at_width(config, width)
         assigned = calibration.assign(
             choices,
-            lambda count, _, name, told=told: told(count, name),  # type: ignore[misc]
+            lambda done, all_, name, told=told: told(searches * done // all_, name),  # type: ignore[misc]
             jobs=jobs,
             partial=None if partial is None else partial.with_name(f"{partial.name}.{width}"),
             ranks=ranks,
