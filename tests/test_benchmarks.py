@@ -12,6 +12,7 @@ from benchmarks import (
     export,
     folds,
     gpu,
+    large,
     limits,
     load,
     measure,
@@ -317,6 +318,22 @@ def test_gpu_reconstruction(measured_gpu, monkeypatch):
 
 def _few_steps(stage):
     return {"iterations": 2, "batch": 2} if isinstance(stage, Reconstruction) else {}
+
+
+def test_large(tiny_timm, tiny_demo, result_of, monkeypatch):
+    """Fewer rows never find quantizers that are much better on all rows, and all rows lose nothing."""
+    monkeypatch.setattr(large, "SMALL", {"demo": large.SMALL["demo"]})
+    arguments = "--size", 224, "--images", 12, "--caps", "10,20", "--json", "large.json"
+    result = result_of(large, *arguments, "--work", "work")
+    (row,) = result["rows"]
+    few, every = row["limits"]
+    (site,) = few["sites"].values()
+    assert (few["rows"], site["one_in"], every["max_loss_db"]) == (1024, 2, 0)
+    assert few["max_loss_db"] > -0.1
+    assert row["search"]["peak_rss_bytes"] > 0
+    assert result["most_rows"] == {"demo": 4096}
+    monkeypatch.setattr(large.Compared, "search", None)
+    assert result_of(large, *arguments, "--work", "work") == result
 
 
 @needs_kernels

@@ -25,8 +25,9 @@ from adalog.search.quantiles import coprime
 
 OperandKind = Literal["weight", "activation", "softmax", "input"]
 _BYTES_PER_ELEMENT = 16  # approximate bytes of a search's temporaries per element (`_product_elements`)
-# The most rows that the search of a site reads. The usual models have fewer on 32 images of 224 x 224.
-_ROWS = 1 << 18
+# The most rows that the search of a site reads, by `benchmarks/large.py`. The usual models have fewer on 32 images of
+# 224 x 224.
+_ROWS = 1 << 17
 
 
 def check_pinned(config: Config, sites: Sequence[Site]) -> None:
