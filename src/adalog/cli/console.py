@@ -346,11 +346,11 @@ def progress_bar() -> Iterator[Progress]:
         yield progress
 
 
-def site_progress(progress: Progress, task: TaskID, name: str, at_once: int = 1) -> Callable[[int, int, str], None]:
+def site_progress(progress: Progress, task: TaskID, name: str, at_once: int = 0) -> Callable[[int, int, str], None]:
     """Return a callback that shows the finished share of sites or steps on a bar, with the name of the last one.
 
-    If they will take more than a minute, the callback also prints about how long, once the first sites are done, even
-    if there is no bar. at_once: the number of sites that are searched at once.
+    If they will take more than a minute, the callback also prints about how long, even if there is no bar. It does so
+    once, after `at_once` sites, the number of sites that are searched at once; with 0 it prints nothing.
     """
     calls, begun = 0, (0.0, 0)
 
