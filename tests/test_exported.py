@@ -55,6 +55,24 @@ def test_the_number_of_images_may_be_a_python_number(kind):
     assert {node.scope for node in program.nodes} >= {"head"}
 
 
+def test_len_of_a_tensor_is_followed_where_the_second_way_fails(monkeypatch):
+    """PyTorch's slower way fails on parts of published models, such as a split at sizes that a tensor holds."""
+    export = torch.export.export
+
+    def only_first_way(*args, strict, **kwargs):
+        if strict:
+            raise RuntimeError("no second way")
+        return export(*args, strict=False, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", only_first_way)
+    model = Length()
+    program = capture(model.eval(), TOKENS[:2])
+    assert_same(model, program, TOKENS[:3])
+    assert "len" not in globals()
+    with pytest.raises(CaptureError, match="number of images into a fixed number"):
+        capture(Whole().eval(), TOKENS[:2])
+
+
 def test_a_quotient_that_may_be_negative_is_not_rounded_down():
     """Python rounds it towards zero: -8 / 16 becomes 0, not -1."""
 

@@ -25,14 +25,17 @@ ONE_SIZE = 'capture it for one size (sizes="fixed", or without --free-sizes)'
 # The folders of PyTorch, of Python, and of this file.
 _TORCH, _PYTHON, _OWN = (f"{Path(file).parent}{os.sep}" for file in (torch.__file__, os.__file__, __file__))
 _FREE = {0: "number of images", 2: "height of the images", 3: "width of the images"}
+_FIXED = "Constraints violated"  # in PyTorch's message if the model's code turns a free size into a number
 _PATCHED = threading.Lock()  # held while a function of PyTorch is replaced
 
 
 def exported(model: nn.Module, example: Sequence[Any], any_size: bool) -> torch.export.ExportedProgram:
     """Export a model for any number of images and, if asked, for any height and width.
 
-    PyTorch can follow the model's Python code in two ways. The second one takes longer, but it also follows `len` and
-    `int` of a size, so it is used if the first one fails. Raises CaptureError if both fail.
+    PyTorch can follow the model's Python code in two ways. The second one takes longer, but it also follows `int` of a
+    size, so it is used if the first one fails. Before that, the first one is tried again with a `len` that it can
+    follow, unless height and width are free: it might then fix them where the second one leaves them free. Raises
+    CaptureError if all fail.
     """
     shapes = _open_shapes(model, example, any_size)
 
@@ -47,10 +50,42 @@ def exported(model: nn.Module, example: Sequence[Any], any_size: bool) -> torch.
     except Exception as cause:  # torch.export raises whatever the model's own code raises
         failure = cause
     run_on(model, example)
+    if _FIXED in str(failure) and not any_size:
+        try:
+            with _followed_len(model):
+                return by(strict=False)
+        except Exception:  # the other way may still succeed
+            pass
     try:
         return by(strict=True)
     except Exception:  # the first failure says more, because its traceback goes through the model's code
         raise _refusal(model, failure, lambda: by(strict=False), ONE_SIZE if any_size else WITHOUT_IT) from failure
+
+
+@contextmanager
+def _followed_len(model: nn.Module) -> Iterator[None]:
+    """Give the Python modules that define the parts of a model a `len` that returns the size of a tensor unchanged.
+
+    Python's own `len` turns every size into a fixed number.
+    """
+
+    def followed(value: Any) -> Any:
+        return value.shape[0] if isinstance(value, Tensor) and value.ndim else len(value)
+
+    files = (sys.modules.get(type(part).__module__) for part in model.modules())
+    own = {
+        file
+        for file in files
+        if file and _is_of_model(getattr(file, "__file__", None) or "") and "len" not in vars(file)
+    }
+    with _PATCHED:
+        for file in own:
+            vars(file)["len"] = followed
+        try:
+            yield
+        finally:
+            for file in own:
+                del vars(file)["len"]
 
 
 def _open_shapes(model: nn.Module, example: Sequence[Any], any_size: bool) -> Any:
@@ -107,7 +142,7 @@ def _refusal(model: nn.Module, failure: Exception, export: Callable[[], Any], wa
     export: a function that fails to do so, once more. way_out: what to do about an unknown reason.
     """
     name, message = type(model).__name__, str(failure).strip()
-    if "Constraints violated" in message:
+    if _FIXED in message:
         for dim, place in _fixed_sizes(export):
             instead = f"{ONE_SIZE}, or use x.shape[{dim}] there instead of a number"
             if not dim:
