@@ -157,6 +157,20 @@ def rows_written(model, x):
     return x.index_put((torch.tensor([0]), torch.tensor([2])), x.new_ones(8), accumulate=True)
 
 
+def rows_chosen(model, x):
+    mask = x[..., 0] > 0
+    x = x + 0
+    x[mask.logical_not()] = (x * 2)[mask.logical_not()]
+    both = x.flip(2)
+    both[x > 0] = x[x > 0]
+    return both
+
+
+def bucketed(model, x):
+    edges = torch.linspace(-1, 1, 5)
+    return x * torch.bucketize(x, edges) + torch.bucketize(x.round(), edges, right=True)
+
+
 def sampled(model, x):
     maps = x.unflatten(2, (2, 4)).transpose(1, 2)
     grid = torch.tanh(x[:, :, :6].unflatten(2, (3, 2)))
@@ -187,6 +201,11 @@ IMAGES_OPERATIONS = {
     "logsumexp": lambda m, x: x.logsumexp(-1) + x.logsumexp((1, 2), keepdim=True)[..., 0],
     "logsumexp of masked rows": lambda m, x: x.masked_fill(x < 9, -math.inf).logsumexp(-1).exp() + x[..., 0],
     "cosine_similarity": lambda m, x: F.cosine_similarity(x, m.token, -1) + F.cosine_similarity(x, x.flip(1), dim=2),
+    "addcmul and addcdiv": lambda m, x: torch.addcmul(x, m.token, x).addcdiv(x, m.token.exp(), value=-0.5),
+    "floor_divide": lambda m, x: x // 0.3 + x.floor_divide(m.token) + (x > 0).long() // 2,
+    "index_put of what a mask selects": rows_chosen,
+    "bucketize": bucketed,
+    "any and all": lambda m, x: x + (x > 1).any() + (x > 1).any(-1, keepdim=True) * (x < 2).all((0, 2))[:, None],
     "topk": lambda m, x: x.topk(2, dim=1)[0],
     "sort": lambda m, x: x.sort(-1)[0],
     "grid_sampler": sampled,

@@ -5,6 +5,7 @@ in this order:
 
     softmax_left          V^T A^T                            -> (A V)^T
     share_equal_values    the same operation, twice          -> once
+    choose_by_masks       x[mask] = y[mask]                  -> where(mask, y, x)
     store_parameters      a parameter computed from tensors  -> a stored tensor;   x W -> linear(x, W^T)
     store_constants       an operation outside the whitelist on tensors that no input reaches -> a stored tensor
     fold_batch_norms      batch_norm(conv(x))                -> conv(x), with other weights
@@ -212,6 +213,19 @@ def unfold_added_product(call: Call) -> Ref:
     return call.emit("aten.add.Tensor", added, product)
 
 
+def _unfold_added(op: str) -> Callable[[Call], Ref]:
+    """Return a rewrite of `addcmul` or `addcdiv`, value + number * op(one, other), as separate operations."""
+
+    def unfolded(call: Call) -> Ref:
+        values = call.named()
+        result = call.emit(op, values["tensor1"], values["tensor2"], part="_product")
+        if values["value"] != 1:
+            result = call.emit("aten.mul.Tensor", result, values["value"], part="_scaled")
+        return call.emit("aten.add.Tensor", values["self"], result)
+
+    return unfolded
+
+
 def unfold_named_padding(call: Call) -> Ref:
     """Write a convolution with padding "same" or "valid" with the padding as numbers.
 
@@ -254,7 +268,10 @@ def unfold_mask_index(call: Call) -> Ref | None:
 
 
 def unfold_mask_write(call: Call) -> Ref | None:
-    """Write x[mask] = value, with one value for all positions of the mask, as where(mask, value, x)."""
+    """Write x[mask] = value, with one value for all positions of the mask, as where(mask, value, x).
+
+    If the mask decides how many values are written, the write becomes a `masked_scatter`, for `choose_by_masks`.
+    """
     x, indices, value = call.args[:3]
     whole, metas, written = call.metas[:3]
     lead = next((axis for axis, meta in enumerate(metas) if meta is not None), 0)
@@ -262,13 +279,18 @@ def unfold_mask_write(call: Call) -> Ref | None:
     if accumulate or mask.dtype != torch.bool or any(meta is not None for meta in metas[lead + 1 :]):
         return None
     after = whole.ndim - lead - mask.ndim  # the dimensions of x behind those of the mask
-    if written.ndim > after:
-        if written.ndim > after + 1 or not _is_one(written.shape[0]):
-            return None
+    several = written.ndim > after and not _is_one(written.shape[0])
+    if written.ndim > after + 1 or (several and (lead or isinstance(written.shape[0], int))):
+        return None
+    if several and tuple(map(str, written.shape[1:])) != tuple(map(str, whole.shape[mask.ndim :])):
+        return None
+    if written.ndim > after and not several:
         value = call.emit("aten.squeeze.dim", value, 0, part="_value")
     hidden = indices[lead]
     for _ in range(after):
         hidden = call.emit("aten.unsqueeze.default", hidden, -1, part="_mask")
+    if several:
+        return call.emit("aten.masked_scatter.default", x, hidden, value)
     return call.emit("aten.where.self", hidden, value, x)
 
 
@@ -310,6 +332,27 @@ def unfold_one_hot(call: Call) -> Ref | None:
     numbers = call.emit("aten.arange.default", classes, part="_classes")
     column = call.emit("aten.unsqueeze.default", value, -1, part="_column")
     return call.emit("aten.to.dtype", call.emit("aten.eq.Tensor", column, numbers, part="_equal"), torch.int64)
+
+
+def unfold_any_or_all(call: Call) -> Ref:
+    """Write `any` and `all` as a comparison of the number of values that decide, those unlike or like zero, with 0."""
+    values, some = call.named(), call.op.startswith("aten.any.")
+    dims = values.get("dim")
+    dims = (dims,) if isinstance(dims, int) else dims or tuple(range(call.metas[0].ndim))
+    deciding = call.emit("aten.ne.Scalar" if some else "aten.eq.Scalar", values["self"], 0, part="_deciding")
+    count = call.emit("aten.sum.dim_IntList", deciding, dims, bool(values.get("keepdim")), part="_count")
+    return call.emit("aten.gt.Scalar" if some else "aten.eq.Scalar", count, 0)
+
+
+def unfold_bucketize(call: Call) -> Ref | None:
+    """Write `bucketize` as the number of boundaries that are at most a value, or less than it."""
+    values = call.named()
+    if values["out_int32"]:
+        return None
+    column = call.emit("aten.unsqueeze.default", values["self"], -1, part="_column")
+    compare = "aten.ge.Tensor" if values["right"] else "aten.gt.Tensor"
+    above = call.emit(compare, column, values["boundaries"], part="_above")
+    return call.emit("aten.sum.dim_IntList", above, (-1,))
 
 
 def unfold_nan_to_num(call: Call) -> Ref | None:
@@ -398,6 +441,11 @@ def _corrected(op: str) -> Callable[[Call], Ref]:
     return spelled
 
 
+def _floored(call: Call) -> Ref:
+    """Write a division of tensors that rounds down with the rounding as an argument."""
+    return call.emit("aten.div.Tensor_mode", *call.args, rounding_mode="floor")
+
+
 _COMPARISONS = {"greater": "gt", "less": "lt", "greater_equal": "ge", "less_equal": "le", "not_equal": "ne"}
 # Operations with several names in PyTorch.
 _ALIASES = {
@@ -421,6 +469,7 @@ UNFOLDED: Mapping[str, Callable[[Call], Any]] = {
     "aten.adjoint.default": _spelled("aten.transpose.int", -2, -1),
     "aten.numpy_T.default": _reversed,
     **dict.fromkeys(("aten.swapaxes.default", "aten.swapdims.default"), _spelled("aten.transpose.int")),
+    **dict.fromkeys(aten("floor_divide.default floor_divide.Tensor floor_divide.Scalar"), _floored),
     "aten.clip.default": _spelled("aten.clamp.default"),
     "aten.clip.Tensor": _spelled("aten.clamp.Tensor"),
     "aten.__and__.Tensor": _spelled("aten.bitwise_and.Tensor"),
@@ -433,6 +482,8 @@ UNFOLDED: Mapping[str, Callable[[Call], Any]] = {
     "aten.mv.default": unfold_vector_product,
     "aten.baddbmm.default": unfold_added_product,
     "aten.addmm.default": unfold_added_product,
+    "aten.addcmul.default": _unfold_added("aten.mul.Tensor"),
+    "aten.addcdiv.default": _unfold_added("aten.div.Tensor"),
     "aten.conv2d.padding": unfold_named_padding,
     "aten.index.Tensor": unfold_mask_index,
     "aten.index_put.default": unfold_mask_write,
@@ -443,6 +494,8 @@ UNFOLDED: Mapping[str, Callable[[Call], Any]] = {
     **dict.fromkeys(aten("dsplit.int dsplit.array"), partial(unfold_tensor_split, dim=2)),
     **dict.fromkeys(aten("scatter.src scatter_add.default"), unfold_scatter),
     "aten.one_hot.default": unfold_one_hot,
+    **dict.fromkeys(aten("any.default any.dim any.dims all.default all.dim all.dims"), unfold_any_or_all),
+    "aten.bucketize.Tensor": unfold_bucketize,
     "aten.nan_to_num.default": unfold_nan_to_num,
     "aten.cosine_similarity.default": unfold_cosine,
     "aten.logsumexp.default": unfold_logsumexp,
@@ -498,6 +551,32 @@ def share_equal_values(program: Program) -> Program:
             nodes.append(renamed)
     output = map_refs(program.output, lambda ref: Ref(names.get(ref.name, ref.name)))
     return replace(program, nodes=tuple(nodes), output=output)
+
+
+def choose_by_masks(program: Program) -> Program:
+    """Rewrite x[mask] = y[mask] to where(mask, y, x), whose size does not depend on the values of the mask."""
+    makers = {node.name: node for node in program.nodes}
+
+    def made_by(op: str, value: Any) -> tuple[Arg, ...]:
+        node = makers.get(value.name) if isinstance(value, Ref) else None
+        return node.args if node is not None and node.op == op else ()
+
+    def chosen(node: Node) -> Node:
+        if node.op != "aten.masked_scatter.default":
+            return node
+        x, hidden, value = node.args
+        mask = hidden
+        while unsqueezed := made_by("aten.unsqueeze.default", mask):
+            mask = unsqueezed[0]
+        y, places = made_by("aten.index.Tensor", value) or (None, ())
+        parts = [made_by("getitem", place) for place in places]
+        found = [made_by("aten.nonzero_numpy.default", part[0]) for part in parts if part]
+        in_order = [part[1] for part in parts if part] == [*range(len(places))]
+        if places and in_order and all(each and each[0] in (mask, hidden) for each in found):
+            return replace(node, op="aten.where.self", args=(hidden, y, x))
+        return node
+
+    return replace(program, nodes=tuple(map(chosen, program.nodes))).pruned()
 
 
 def store_parameters(program: Program) -> Program:
@@ -669,6 +748,7 @@ def fold_batch_norms(program: Program) -> Program:
 REWRITES: tuple[Callable[[Program], Program], ...] = (
     softmax_left,
     share_equal_values,
+    choose_by_masks,
     store_parameters,
     store_constants,
     fold_batch_norms,

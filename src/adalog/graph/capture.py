@@ -74,7 +74,10 @@ _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 _BY_VALUES = "use torch.where(mask, a, b) there, because the sizes in a program cannot depend on values"
 _BY_CHANCE = "leave it out there, because it returns other values in each call"
 # What to write instead of some operations that a program cannot hold.
-_WAYS_OUT = {f"aten.{name}.default": _BY_VALUES for name in ("nonzero_numpy", "nonzero", "masked_select", "_unique2")}
+_WAYS_OUT = dict.fromkeys(
+    aten("nonzero_numpy.default nonzero.default masked_select.default masked_scatter.default _unique2.default"),
+    _BY_VALUES,
+)
 _WAYS_OUT |= {f"aten.{name}.default": _BY_CHANCE for name in ("rand", "randn", "rand_like", "randn_like", "bernoulli")}
 
 
