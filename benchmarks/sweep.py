@@ -36,7 +36,7 @@ from adalog.study.doctor import machine, version_of
 
 SECONDS = 60  # for each model, including its initialisation
 _SIDE = 128  # height and width of the images, if the model takes them
-_LARGEST = 250_000_000  # parameters above which a model is not built
+_LARGEST = 120_000_000  # parameters above which a model is not built
 # Tasks of transformers, the first of which a type has gives its class.
 _TASKS = (
     *("IMAGE_CLASSIFICATION", "OBJECT_DETECTION", "SEMANTIC_SEGMENTATION", "UNIVERSAL_SEGMENTATION"),

@@ -4,6 +4,7 @@ from benchmarks import (
     accuracy_tables,
     beside,
     budgets,
+    capture_tables,
     cost,
     detection,
     detector_cost,
@@ -25,6 +26,7 @@ from benchmarks import (
     search_tables,
     sides,
     speed_tables,
+    sweep,
     throughput,
 )
 from benchmarks import demo as demo_benchmark
@@ -34,6 +36,7 @@ from benchmarks.roof import Roofs
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +46,7 @@ import pytest
 import torch
 import typer
 from PIL import Image
+from torch import nn
 
 from adalog import Calibration, Config, Correction, Reconstruction, Search, library
 from adalog.baselines import ReleasedSearch, TwinUniformQuantizer
@@ -726,3 +730,62 @@ def test_rows_measured_again_take_the_place_of_earlier_ones(tmp_path, monkeypatc
     (tmp_path / "some-renewed-3.json").write_text(json.dumps({**later, "rows": [{**rows[0], "bits": "w2a2"}]}))
     with pytest.raises(ValueError, match="have a row of bits that some"):
         publish.measured("some")
+
+
+# --- the sweep of architectures --------------------------------------------------------------------------------------
+
+
+class ByValue(nn.Module):
+    def forward(self, x):
+        return x if x.mean() > 0 else -x
+
+
+class Tokens(nn.Module):
+    """Attention without weights, on the pixels of a row."""
+
+    def forward(self, x):
+        return torch.softmax(x @ x.mT, -1) @ x
+
+
+def test_the_sweep_counts_what_is_captured_and_why_not(tmp_path, monkeypatch, capsys):
+    models = {"timm:tokens": Tokens(), "transformers:by value": ByValue(), "transformers:none": nn.Identity()}
+
+    def build(target):
+        if target not in models:
+            raise LookupError("it needs other inputs: input_ids")
+        return target, models[target], torch.ones(2, 3, 4, 4)
+
+    monkeypatch.setattr(sweep, "targets", lambda: [*models, "transformers:words"])
+    monkeypatch.setattr(sweep, "build", build)
+    monkeypatch.setattr(sweep, "examine_apart", lambda target: sweep.examine(target) | {"seconds": 0.0})
+    monkeypatch.setattr(sys, "argv", ["sweep", "--work", str(tmp_path), "--json", str(tmp_path / "sweep.json")])
+    sweep.main()
+    monkeypatch.setattr(publish, "RESULTS", tmp_path)
+    rows = publish.read("sweep")["rows"]
+    assert [row["outcome"] for row in rows] == ["exact", "refused", "no sites", "other inputs"]
+    assert [row.get("attention") for row in rows] == [True, False, False, None]
+    table = capture_tables.sweep_table()
+    assert "| transformers | 2 | 0 | 0 | 1 | 0 | 1 | 0 |" in table
+    assert "decides by the values of tensors" in table
+    monkeypatch.setattr(sweep, "examine_apart", None)  # finished rows are read
+    sweep.main()
+    assert publish.read("sweep")["rows"] == rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["timm:levit", "transformers:Idefics3VisionTransformer"])
+def test_the_sweep_captures_a_published_architecture(target):
+    pytest.importorskip(target.partition(":")[0])
+    row = sweep.examine(target)
+    assert row["outcome"] == "exact", row
+    assert row["attention"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")  # of a process with threads, as pytest's may be
+def test_a_model_that_takes_too_long_is_stopped(monkeypatch):
+    monkeypatch.setattr(sweep, "SECONDS", 0.2)
+    monkeypatch.setattr(sweep, "examine", lambda target: time.sleep(20))
+    assert sweep.examine_apart("timm:slow")["outcome"] == "late"
+    monkeypatch.setattr(sweep, "examine", lambda target: sys.exit(1))
+    monkeypatch.setattr(sweep, "SECONDS", 20)
+    assert sweep.examine_apart("timm:gone")["outcome"] == "other"
