@@ -80,10 +80,9 @@ def build(target: str) -> tuple[str, nn.Module, Tensor]:
 def _of_timm(module: str) -> tuple[str, nn.Module, Tensor]:
     """Return the smallest architecture of a module of timm."""
     import timm
-    from timm.models import _registry
 
     sizes = {}
-    for name in _registry._module_to_models[module]:
+    for name in timm.list_models(module=module):
         with torch.device("meta"):
             sizes[name] = _parameters(timm.create_model(name))
     name = min(sizes, key=lambda each: (sizes[each], each))
