@@ -121,7 +121,9 @@ def _of_transformers(name: str) -> tuple[str, nn.Module, Tensor]:
         height, width = size if isinstance(size, (list, tuple)) else [less.get("image_size", size)] * 2
         return cls(config).eval(), torch.randn(2, *frames, 3, height, width)
 
-    choices = itertools.product((two | side | narrow, two | side, six | side, {}), ((), *((each,) for each in counts)))
+    choices = itertools.product(
+        (two | side | narrow, two | side, six | side, side, {}), ((), *((each,) for each in counts))
+    )
     return name, *_first(make, choices)
 
 
