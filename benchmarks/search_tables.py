@@ -86,6 +86,30 @@ def whole_models_table() -> str:
     return f"{markdown_table(heads, lines)}\n\n{note}"
 
 
+def large_table() -> str:
+    """Return the cost of the search of large images, and what its limit of rows loses."""
+    result, lines = read("large"), []
+    for row in result["rows"]:
+        peak = max(row[part]["peak_rss_bytes"] for part in ("capture", "search")) / 2**30
+        cost = [f"{row[part]['seconds']:.0f}" for part in ("capture", "search")]
+        for limit in row["limits"]:
+            chosen = limit["rows"] == result["default_rows"]
+            cells = [f"{row['case']}, {row['images']} images", f"{limit['rows']:,}"]
+            cells += [f"{limit[name]:.3f}" for name in ("mean_loss_db", "max_loss_db")]
+            lines.append([*cells, f"{limit['seconds']:.0f}", *([*cost, f"{peak:.2f}"] if chosen else ["", "", ""])])
+    compared = len(result["rows"][0]["all_rows"])
+    others = " and ".join(f"{rows:,} ({name})" for name, rows in result["most_rows"].items())
+    note = (
+        f"W6A6 of `{result['model']}`, one thread, no stages. Losses of SQNR compare quantizers from a limited number "
+        f"of rows with those from all rows, on all rows of the {compared} sites with the most rows. All sites are "
+        "searched with the default limit and the default memory. The largest operands of other models have, on 32 "
+        f"images, {others} rows. {source('large')}"
+    )
+    heads = ["model", "rows", "mean loss [dB]", "largest loss [dB]", "seconds of these sites"]
+    heads += ["seconds of capture", "seconds of all sites", "peak resident memory [GiB]"]
+    return f"{markdown_table(heads, lines)}\n\n{note}"
+
+
 def ablation_table() -> str:
     """Return what each part of the search contributes on the bundled ViT."""
     result = read("search-demo-ablation")

@@ -336,6 +336,7 @@ def test_large(tiny_timm, tiny_demo, result_of, monkeypatch):
     assert few["max_loss_db"] > -0.1
     assert row["search"]["peak_rss_bytes"] > 0
     assert result["most_rows"] == {"demo": 4096}
+    assert "1,024" in search_tables.large_table()
     monkeypatch.setattr(large.Compared, "search", None)
     assert result_of(large, *arguments, "--work", "work") == result
 
