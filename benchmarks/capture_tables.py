@@ -8,6 +8,7 @@ from typing import Any
 
 # Outcomes of architectures that were built, with their column.
 _OUTCOMES = {"exact": "captured", "second try": "captured later", "refused": "refused", "late": "not finished"}
+_ATTENTION = {True: "yes", False: "no", None: "unknown"}
 _OUTCOMES |= {"no sites": "nothing to quantize", "other": "failed otherwise"}
 
 
@@ -20,7 +21,7 @@ def sweep_table() -> str:
     others = [row for row in rows if row["outcome"] in _OUTCOMES and row["outcome"] not in ("exact", "second try")]
     reasons = markdown_table(
         ["Not captured", "attention", "why"],
-        ([f"`{row['target']}`", "yes" if row.get("attention") else "no", row.get("message", "")] for row in others),
+        ([f"`{row['target']}`", _ATTENTION[row.get("attention")], row.get("message", "")] for row in others),
     )
     unbuilt = ", ".join(f"`{row['target']}`" for row in rows if row["outcome"] == "not built")
     apart = sum(row["outcome"] == "other inputs" for row in rows)

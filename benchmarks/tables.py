@@ -5,7 +5,7 @@
 With --check nothing is written; the exit code is 1 if a table or the chart is out of date.
 """
 
-from benchmarks import accuracy_tables, search_tables, speed_tables, stage_tables
+from benchmarks import accuracy_tables, capture_tables, search_tables, speed_tables, stage_tables
 from benchmarks.publish import ROOT
 
 import re
@@ -53,6 +53,7 @@ TABLES = (
     ("docs/benchmarks/executors.md", "executors table", speed_tables.executors_table),
     ("docs/benchmarks/exports.md", "export table", speed_tables.export_table),
     ("docs/benchmarks/cost.md", "cost table", search_tables.cost_table),
+    ("docs/reference/captured.md", "sweep table", capture_tables.sweep_table),
     ("docs/benchmarks/detection.md", "detector table", accuracy_tables.detector_table),
 )
 
