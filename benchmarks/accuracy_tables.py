@@ -114,7 +114,8 @@ def classifier_table() -> str:
         lines[-1] += [f"{mean(row['kl'] for row in rows):.3f}", f"{mean(row['cpu_seconds'] for row in rows):.0f}"]
     note = (
         f"{result['queries']:,} queries; {result['calibration_images']} support images calibrate, and `adalog+` fits "
-        "128. The seconds are those of the search and the correction. KL: divergence from the float model's "
+        "128. The seconds are those of the search and the correction; `adalog+` takes over the search of `adalog`, so "
+        "its seconds are those of its correction. KL: divergence from the float model's "
         f"predictions [nats]. {source('realbench-deit_tiny')}"
     )
     return f"{markdown_table(heads, lines)}\n\n{note}"
