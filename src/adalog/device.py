@@ -73,7 +73,7 @@ def images_at_once(device: torch.device, bytes_of_image: int, least: int) -> int
 
     bytes_of_image: the most bytes that the values of one image take at a time in a forward.
     """
-    if device.type == "cpu":
+    if not waits_for_launches(device):
         return least
     return max(1, min(_IMAGES, usable_memory(device) // (_PART_OF_VALUES * max(1, bytes_of_image))))
 

@@ -135,7 +135,8 @@ def run_searches(
             told(names)
 
         told(names)
-        done = {first: [found[name] for name in all_] for first, all_ in members.items() if found.keys() >= {*all_}}
+        whole = [first for first, group_names in members.items() if found.keys() >= {*group_names}]
+        done = {first: [found[name] for name in members[first]] for first in whole}
         shared = ranks.shared(list(stacks), find, coded=coded_list(device), threads=jobs, known=done, finished=finished)
         for first, assigned in shared.items():
             found.update(zip(members[first], assigned, strict=True))

@@ -31,7 +31,7 @@ class Distinct:
         """Find the distinct candidates among points (K, P, *groups).
 
         Only float32 points of one or two hyperparameters are compared; all other points count as distinct. So do all
-        points on an accelerator, for which a wait would take longer than the equal points.
+        points on an accelerator, which would have to be waited for to learn how many are distinct.
         """
         count, dims, *groups = points.shape
         if count == 1 or dims > 2 or points.dtype != torch.float32 or waits_for_launches(points.device):

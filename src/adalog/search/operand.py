@@ -278,8 +278,12 @@ class Operand:
             return self.quantized(self.quantizer(point))
         # A quantizer has one base, and each stacked operand has its own.
         levels, cuts = (each[0].to(self.values.dtype) for each in self.steps(point[None]))
-        places = torch.searchsorted(cuts.contiguous(), self.values.reshape(len(self.values), -1))
-        return levels.gather(1, places).view(self.values.shape)
+        return nearest_levels(self.values.reshape(len(self.values), -1), levels, cuts).view(self.values.shape)
+
+
+def nearest_levels(rows: Tensor, levels: Tensor, thresholds: Tensor) -> Tensor:
+    """Return the level of each value of (G, T), for levels (G, L) and thresholds (G, L - 1) that ascend in each row."""
+    return levels.gather(1, torch.searchsorted(thresholds.contiguous(), rows.contiguous()))
 
 
 def _base_and_scale(point: Tensor, form: Format) -> tuple[int, Tensor]:

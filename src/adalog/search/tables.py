@@ -11,7 +11,7 @@ from adalog.choices import Tables
 from adalog.device import waits_for_launches
 from adalog.quantizers import Assignment, LogQuantizer, QuantizedTensor, Quantizer, most_headroom
 from adalog.search.objective import Errors, ProductError
-from adalog.search.operand import Format, Operand
+from adalog.search.operand import Format, Operand, nearest_levels
 from adalog.search.product import Product
 
 # An integer table of 8 bits may raise the output's error by this factor, compared with float levels.
@@ -117,8 +117,7 @@ def _nearest(values: Tensor, candidates: Sequence[tuple[LogQuantizer, ...]]) -> 
     offset = candidates[0][0].offset
     levels, cuts = ((each * scales - offset).to(values.dtype) for each in (levels, cuts))
     rows = values.reshape(1, stack, -1).expand(count, -1, -1).reshape(count * stack, -1)
-    places = torch.searchsorted(cuts, rows.contiguous())
-    return levels.gather(1, places).view(count, *values.shape)
+    return nearest_levels(rows, levels, cuts).view(count, *values.shape)
 
 
 def _tabled(
