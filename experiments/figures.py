@@ -44,9 +44,9 @@ from adalog.cli.options import (
 )
 from adalog.cli.targets import find_calibration, load_model, refuse_weights, sample_for, source_of
 from adalog.errors import printable
+from adalog.graph.activations import POWER_LAW_ACTIVATIONS
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node
-from adalog.graph.sites import POWER_LAW_ACTIVATIONS
 from adalog.inputs import zoo
 from adalog.inputs.images import ImageSet
 from adalog.ledger import LedgerRow

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adalog.calibration.calibration import Calibration, Searched
-from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS
+from adalog.graph.activations import GELUS, POWER_LAW_ACTIVATIONS
 from adalog.search.bounds import Search, judges, minimise
 from adalog.search.objective import ProductError
 from adalog.search.operand import Operand

@@ -9,8 +9,9 @@ import torch
 import adalog
 import zoo
 from adalog import Config, Search, library
+from adalog.graph.activations import GELUS
 from adalog.graph.capture import capture
-from adalog.graph.sites import GELUS, find_blocks, find_pairs, find_sites
+from adalog.graph.sites import find_blocks, find_pairs, find_sites
 from toys import decibels
 
 # --- counts at full size ---------------------------------------------------------------------------------------------

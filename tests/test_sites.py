@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 import adalog
 import zoo
+from adalog.graph.activations import POWER_LAW_ACTIVATIONS
 from adalog.graph.capture import capture
 from adalog.graph.rewrite import group_sites, rewritten
 from adalog.graph.sites import (
-    POWER_LAW_ACTIVATIONS,
     find_blocks,
     find_pairs,
     find_pieces,

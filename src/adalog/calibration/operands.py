@@ -14,10 +14,11 @@ from adalog.calibration.batches import in_own_memory
 from adalog.calibration.observe import Request
 from adalog.config import Config, power_law_format, weight_format
 from adalog.errors import CalibrationError
+from adalog.graph.activations import GELUS, POWER_LAW_ACTIVATIONS
 from adalog.graph.convolution import conv_geometry, patches
 from adalog.graph.program import Program
 from adalog.graph.rewrite import SiteGroup
-from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS, Pair, Site
+from adalog.graph.sites import Pair, Site
 from adalog.quantizers import FLOAT_BITS, Fold, at_least_float32
 from adalog.search.bounds import Search
 from adalog.search.operand import Format, Operand

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from adalog.graph.activations import BY_OPERATION
+
 FAKE_QUANTIZE = "adalog.fake_quantize"  # quantize and dequantize a value; the only tensor operation not from PyTorch
 
 
@@ -22,9 +24,8 @@ _ATEN = aten(
     linear.default conv2d.default matmul.default bmm.default
     layer_norm.default batch_norm.default group_norm.default instance_norm.default rms_norm.default
     softmax.int log_softmax.int
-    gelu.default relu.default silu.default mish.default sigmoid.default tanh.default hardswish.default
-    hardsigmoid.default hardtanh.default relu6.default leaky_relu.default elu.default erf.default softplus.default
-    prelu.default glu.default log_sigmoid.default square.default sign.default floor.default ceil.default round.default
+    hardtanh.default leaky_relu.default erf.default softplus.default prelu.default glu.default log_sigmoid.default
+    square.default sign.default floor.default ceil.default round.default
     exp.default log.default sqrt.default rsqrt.default cos.default sin.default abs.default neg.default
     reciprocal.default
     add.Tensor sub.Tensor mul.Tensor div.Tensor div.Tensor_mode pow.Tensor_Scalar pow.Scalar
@@ -97,7 +98,7 @@ FLOAT_PRODUCTS = aten(
     "conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input"
 )
 
-OPERATIONS: frozenset[str] = _ATEN | FLOAT_PRODUCTS | set(_PYTHON) | {FAKE_QUANTIZE}
+OPERATIONS: frozenset[str] = _ATEN | set(BY_OPERATION) | FLOAT_PRODUCTS | set(_PYTHON) | {FAKE_QUANTIZE}
 
 # Multiplications of two tensors that can be quantized. The first two have a weight and a bias.
 PRODUCTS = ("aten.linear.default", "aten.conv2d.default", "aten.matmul.default", "aten.bmm.default")

@@ -11,16 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adalog.graph.activations import BY_OPERATION, GELUS
 from adalog.graph.operations import FLOAT_PRODUCTS, MOVES, PRODUCTS, SHAPE_READERS, resolve
 from adalog.graph.program import Node, Program, Ref, refs_of
 from adalog.graph.tracing import at_twice_the_size, channels_in_views, trace, zero_padding
-
-_ACTIVATIONS = {
-    f"aten.{name}.default": name
-    for name in ("gelu", "silu", "relu", "hardswish", "mish", "relu6", "sigmoid", "tanh", "elu", "hardsigmoid")
-}
-GELUS = ("gelu", "quick_gelu")
-POWER_LAW_ACTIVATIONS = (*GELUS, "silu", "hardswish", "mish")
 
 
 @dataclass(frozen=True)
@@ -199,10 +193,9 @@ def find_source(program: Program, makers: Mapping[str, Node], name: str) -> Sour
         return Source("layer_norm", name)
     if node.op == "aten.softmax.int":
         return Source("softmax", name, 0.0)
-    if node.op in _ACTIVATIONS:
-        return Source(
-            _ACTIVATIONS[node.op], name, minimum_of(lambda x: resolve(node.op)(x, *node.args[1:], **node.kwargs))
-        )
+    if node.op in BY_OPERATION:
+        minimum = minimum_of(lambda x: resolve(node.op)(x, *node.args[1:], **node.kwargs))
+        return Source(BY_OPERATION[node.op].name, name, minimum)
     gain = _quick_gelu_gain(makers, node)
     if gain is not None:
         return Source("silu" if gain == 1 else "quick_gelu", name, minimum_of(lambda x: x * torch.sigmoid(gain * x)))

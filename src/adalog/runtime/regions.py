@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from adalog.graph.activations import BY_OPERATION
 from adalog.graph.operations import FACTORIES, FLOAT_PRODUCTS, PRODUCTS, resolve
 from adalog.graph.program import Node, Program, Ref, map_refs, refs_of
 from adalog.runtime.integer.encode import Encoder
@@ -22,7 +23,6 @@ from adalog.runtime.reference import ENCODE, PRODUCT
 
 REGION, SUMS = "adalog.region", "adalog.sums"  # operations that only programs with regions have
 _OUTSIDE = {"aten.sym_size.int", *FACTORIES, *FLOAT_PRODUCTS, *PRODUCTS}
-_ELEMENTWISE = {"aten.gelu.default", "aten.relu.default", "aten.silu.default"}
 # The compiler computes values within a region again instead of storing them, however many operations they take.
 _OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 1000}
 
@@ -150,7 +150,7 @@ def _is_by_rows(nodes: list[Node], apart: Mapping[str, Any]) -> bool:
         isinstance(last, Encoder)
         and last.by_value
         and isinstance(apart.get(nodes[0].name), RowProduct)
-        and all(node.op in _ELEMENTWISE for node in nodes[1:-1])
+        and all(node.op in BY_OPERATION for node in nodes[1:-1])
         and all(list(node.refs()) == [before.name] for before, node in pairwise(nodes))
     )
 

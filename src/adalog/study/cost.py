@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from adalog.errors import ProgramError
+from adalog.graph.activations import BY_OPERATION
 from adalog.graph.operations import FAKE_QUANTIZE, aten
 from adalog.graph.program import Node, Program
 from adalog.graph.sites import Site, find_refused, find_sites
@@ -28,13 +29,12 @@ PRODUCT_ROLES = ("linear", "conv", "qk", "av")
 # inside sigmoid or tanh.
 _MULTIPLICATIONS = {
     **dict.fromkeys(aten("mul.Tensor mul.Scalar div.Tensor div.Scalar div.Tensor_mode reciprocal.default"), 1),
-    **dict.fromkeys(aten("square.default rsqrt.default prelu.default glu.default elu.default"), 1),
+    **dict.fromkeys(aten("square.default rsqrt.default prelu.default glu.default leaky_relu.default"), 1),
     # The square, the division by the deviation, and the weight.
     **dict.fromkeys(aten("layer_norm.default group_norm.default instance_norm.default rms_norm.default"), 3),
     **dict.fromkeys(aten("batch_norm.default softmax.int pow.Tensor_Scalar"), 1),
-    "aten.gelu.default": 3,  # x / sqrt(2), x times it, 1 / 2
-    **dict.fromkeys(aten("silu.default mish.default leaky_relu.default hardsigmoid.default"), 1),
-    **dict.fromkeys(aten("hardswish.default softplus.default"), 2),
+    **{op: row.multiplications for op, row in BY_OPERATION.items() if row.multiplications},
+    "aten.softplus.default": 2,
     **dict.fromkeys(aten("mean.dim mean.default avg_pool1d.default avg_pool2d.default"), 1),
     **dict.fromkeys(aten("adaptive_avg_pool1d.default adaptive_avg_pool2d.default"), 1),
     # With n taps: n products in each of n rows, then n products across the rows, as when an image is enlarged.

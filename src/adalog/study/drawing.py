@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from adalog.graph.activations import ACTIVATIONS
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -21,13 +23,12 @@ SHADES = ("#FFFFFF", "#E8E8E8", "#D0D0D0", "#B8B8B8", "#A0A0A0", "#888888")
 # Font sizes [points], for pictures about 10 inches wide that are shown at half their size.
 LARGE, TEXT, SMALL = 14, 12.5, 11.5
 _DPI = 150
-TITLES = {"layer_norm": "LayerNorm", "softmax": "softmax", "gelu": "GELU", "quick_gelu": "quick GELU", "silu": "SiLU"}
-TITLES |= {"relu": "ReLU"}
+_TITLES = {"layer_norm": "LayerNorm"} | {name: row.title for name, row in ACTIVATIONS.items()}
 
 
 def title_of(source: str) -> str:
     """Return the name of an operation that a site follows, as it is written in titles."""
-    return TITLES.get(source, source.replace("_", " "))
+    return _TITLES.get(source, source.replace("_", " "))
 
 
 def new_figure(width: float, height: float, title: str) -> "Figure":

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adalog.calibration.calibration import Calibration
 from adalog.config import Config
-from adalog.graph.sites import GELUS
+from adalog.graph.activations import GELUS
 from adalog.quantizers import Quantizer, at_least_float32
 from adalog.study.drawing import COLOURS, LARGE, SMALL, TEXT, add_legend, new_figure, title_of
 

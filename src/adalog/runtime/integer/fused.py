@@ -1,13 +1,13 @@
 """Fuse several steps into one, so that large values between them stay in the cache."""
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adalog.graph.activations import BY_OPERATION
 from adalog.graph.program import Node, Program, refs_of
 from adalog.runtime.integer.encode import Encoder
 from adalog.runtime.integer.memory import CHUNK, scratch
@@ -89,36 +89,41 @@ def _only_readers(program: Program) -> dict[str, Node]:
     }
 
 
-def _next(node: Node | None, op: str, following: Mapping[str, Node]) -> Node | None:
-    """Return the only reader of a node if it is this operation, or None."""
+def _next(node: Node | None, ops: Collection[str], following: Mapping[str, Node]) -> Node | None:
+    """Return the only reader of a node if it is one of these operations, or None."""
     found = None if node is None else following.get(node.name)
-    return found if found is not None and found.op == op else None
+    return found if found is not None and found.op in ops else None
 
 
 def _fuse_linear(
     node: Node, step: RowProduct, nodes: dict[str, Node], steps: dict[str, Any], following: Mapping[str, Node]
 ) -> None:
-    """Replace a linear, a GELU and an encoder by a chain, if they follow each other."""
-    gelu = _next(node, "aten.gelu.default", following)
-    encode = _next(gelu, ENCODE, following)
-    if gelu is None or encode is None or step.site.geometry is not None or not steps[encode.name].by_value:
+    """Replace a linear, an activation function and an encoder by a chain, if they follow each other."""
+    activation = _next(node, BY_OPERATION, following)
+    encode = _next(activation, [ENCODE], following)
+    if activation is None or encode is None or step.site.geometry is not None or not steps[encode.name].by_value:
         return
-    activation = functools.partial(torch.ops.aten.gelu_.default, **gelu.kwargs)
-    steps[encode.name] = LinearChain(step, activation, steps[encode.name])
+    steps[encode.name] = LinearChain(step, _in_place(activation), steps[encode.name])
     nodes[encode.name] = replace(node, name=encode.name)
-    del nodes[node.name], nodes[gelu.name]
+    del nodes[node.name], nodes[activation.name]
+
+
+def _in_place(node: Node) -> Callable[[Tensor], Tensor]:
+    """Return the activation function of a node, computed in place."""
+    function = getattr(torch.ops.aten, f"{BY_OPERATION[node.op].name}_").default
+    return lambda x: function(x, *node.args[1:], **node.kwargs)
 
 
 def _fuse_attention(
     node: Node, step: BatchedProduct, nodes: dict[str, Node], steps: dict[str, Any], following: Mapping[str, Node]
 ) -> None:
     """Replace two products and the softmax between them by an attention, if they follow each other."""
-    scaling = _next(node, "aten.mul.Tensor", following)
+    scaling = _next(node, ["aten.mul.Tensor"], following)
     if scaling is not None and not isinstance(scaling.args[1], float):
         return
-    softmax = _next(scaling or node, "aten.softmax.int", following)
-    encode = _next(softmax, ENCODE, following)
-    last = _next(encode, PRODUCT, following)
+    softmax = _next(scaling or node, ["aten.softmax.int"], following)
+    encode = _next(softmax, [ENCODE], following)
+    last = _next(encode, [PRODUCT], following)
     if softmax is None or encode is None or last is None or softmax.args[1:] != (-1,) or softmax.kwargs:
         return
     encoder, product = steps[encode.name], steps[last.name]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from adalog.errors import AdalogError, ProgramError, one_line
+from adalog.graph.activations import BY_OPERATION
 from adalog.graph.operations import MOVES, aten
 from adalog.graph.program import Node, Program, Ref
 from adalog.quantizers import Quantizer, UniformQuantizer
@@ -42,13 +43,11 @@ from adalog.runtime.native.tables import Codes, Finish, entries_of, lookup_of
 from adalog.runtime.reference import PRODUCT, IntegerSite
 
 _NORM = "aten.layer_norm.default"
-_POINTWISE = aten(
-    "gelu.default relu.default silu.default mish.default sigmoid.default tanh.default hardswish.default "
-    "hardsigmoid.default hardtanh.default relu6.default leaky_relu.default elu.default erf.default softplus.default "
-    "square.default abs.default neg.default mul.Tensor add.Tensor sub.Tensor div.Tensor mul.Scalar add.Scalar "
-    "sub.Scalar div.Scalar clamp.default clamp_min.default clamp_max.default"
+_POINTWISE = {*BY_OPERATION} | aten(
+    "hardtanh.default leaky_relu.default erf.default softplus.default square.default abs.default neg.default "
+    "mul.Tensor add.Tensor sub.Tensor div.Tensor mul.Scalar add.Scalar sub.Scalar div.Scalar "
+    "clamp.default clamp_min.default clamp_max.default"
 )
-_KINDS = {f"aten.{name}.default": name for name in ("relu", "gelu", "silu", "hardswish")}
 _SHIFTS = aten("add.Tensor add.Scalar")
 _RESHAPES = aten("reshape.default unsqueeze.default squeeze.dim flatten.using_ints unflatten.int")
 _MASKING = aten("masked_fill.Scalar")  # accepted if the mask hides nothing
@@ -125,8 +124,9 @@ class _Recogniser:
         """Return the step of a node that does not belong to another step."""
         quantizer = self._quantizers.get(node.name)
         if quantizer is None:
-            kind, given = _kind_of(node), self._flow.shapes.get(node.args[0].name) if node.op in _KINDS else None
-            if kind and isinstance(given, Tensor) and given.dtype == torch.float32 and given.numel():
+            kind = _kind_of(node)
+            given = self._flow.shapes.get(node.args[0].name) if kind else None
+            if isinstance(given, Tensor) and given.dtype == torch.float32 and given.numel():
                 return Activate(node.name, node.args[0].name, kind)
             return Torch(node.name, node)
         uniform, source = isinstance(quantizer, UniformQuantizer), self._flow.shapes[node.args[0].name]
@@ -332,11 +332,8 @@ class _Recogniser:
 
 def _kind_of(node: Node) -> str:
     """Return the activation that a node applies, one of `abi.ACTIVATIONS`, which is "" if kernels do not have it."""
-    kind = _KINDS.get(node.op, "")
-    told = [*node.args[1:], *node.kwargs.values()]
-    if kind == "gelu" and told:
-        return {"none": "gelu", "tanh": "gelu_tanh"}.get(told[0], "")
-    return "" if told else kind
+    activation = BY_OPERATION.get(node.op)
+    return "" if activation is None else activation.kernels.get((*node.args[1:], *node.kwargs.values()), "")
 
 
 def _activation(flow: Flow, name: str) -> tuple[str, list[str], Callable[[Tensor], Tensor]] | None:
