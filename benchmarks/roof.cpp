@@ -47,13 +47,21 @@ namespace roof_avx2 {
 #undef ADALOG_ROOF
 #define ADALOG_ROOF 2
 #pragma GCC push_options
+#pragma GCC target("avx2,fma,avxvnni")
+namespace roof_avxvnni {
+#include "roof.cpp"
+}
+#pragma GCC pop_options
+#undef ADALOG_ROOF
+#define ADALOG_ROOF 3
+#pragma GCC push_options
 #pragma GCC target("avx2,fma,avx512f,avx512dq,avx512bw,avx512vl,avx512vnni")
 namespace roof_avx512 {
 #include "roof.cpp"
 }
 #pragma GCC pop_options
 #undef ADALOG_ROOF
-#define ADALOG_ROOF 3
+#define ADALOG_ROOF 4
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,amx-tile,amx-int8")
 namespace roof_amx {
@@ -69,7 +77,7 @@ API int64_t roof(int level, int what, const uint8_t* data, int64_t size, int64_t
     static const Roofs* all[] = {
         &roof_scalar::roofs,
 #ifdef ADALOG_X86
-        &roof_avx2::roofs, &roof_avx512::roofs, &roof_amx::roofs,
+        &roof_avx2::roofs, &roof_avxvnni::roofs, &roof_avx512::roofs, &roof_amx::roofs,
 #endif
     };
     if (level < 0 || level >= int(sizeof all / sizeof *all) || rounds < 0) return -1;
@@ -86,7 +94,7 @@ namespace {
 // --- vectors of W floats ---------------------------------------------------------------------------------------------
 
 // `touch` makes the compiler assume that a value has changed and is needed, so it neither hoists nor drops the work.
-#if ADALOG_ROOF >= 2
+#if ADALOG_ROOF >= 3
 constexpr int W = 16;
 using F = __m512;
 INLINE F set(float x) { return _mm512_set1_ps(x); }
@@ -100,7 +108,7 @@ INLINE F power_of_two(F x) {
     return _mm512_scalef_ps(fma(fma(y, rest, set(0.69314721f)), rest, set(1.0f)), whole);
 }
 INLINE void touch(F& x) { asm volatile("" : "+v"(x)); }
-#elif ADALOG_ROOF == 1
+#elif ADALOG_ROOF
 constexpr int W = 8;
 using F = __m256;
 INLINE F set(float x) { return _mm256_set1_ps(x); }
@@ -163,7 +171,7 @@ int64_t erfs(int64_t rounds) {
 
 // --- products of bytes -------------------------------------------------------------------------------------------------
 
-#if ADALOG_ROOF == 3
+#if ADALOG_ROOF == 4
 
 int64_t dots(int64_t rounds) {
     struct alignas(64) Tiles {
@@ -184,7 +192,7 @@ int64_t dots(int64_t rounds) {
     return rounds * 4 * 16 * 16 * 64;
 }
 
-#elif ADALOG_ROOF == 2
+#elif ADALOG_ROOF == 3
 
 int64_t dots(int64_t rounds) {
     __m512i sums[CHAINS] = {}, left = _mm512_set1_epi32(0x01020304), right = _mm512_set1_epi32(0x7f010203);
@@ -197,6 +205,21 @@ int64_t dots(int64_t rounds) {
 #pragma GCC unroll 12
     for (int i = 0; i < CHAINS; i++) asm volatile("" : "+v"(sums[i]));
     return rounds * CHAINS * 64;
+}
+
+#elif ADALOG_ROOF == 2
+
+int64_t dots(int64_t rounds) {
+    __m256i sums[CHAINS] = {}, left = _mm256_set1_epi32(0x01020304), right = _mm256_set1_epi32(0x7f010203);
+    asm volatile("" : "+x"(left), "+x"(right));
+#pragma GCC unroll 12
+    for (int i = 0; i < CHAINS; i++) asm volatile("" : "+x"(sums[i]));
+    for (int64_t round = 0; round < rounds; round++)
+#pragma GCC unroll 12
+        for (int i = 0; i < CHAINS; i++) sums[i] = _mm256_dpbusd_avx_epi32(sums[i], left, right);
+#pragma GCC unroll 12
+    for (int i = 0; i < CHAINS; i++) asm volatile("" : "+x"(sums[i]));
+    return rounds * CHAINS * 32;
 }
 
 #elif ADALOG_ROOF == 1
@@ -240,13 +263,13 @@ int64_t bytes(const uint8_t* data, int64_t size, int64_t rounds) {
     constexpr int64_t STEP = 8 * 64;
     for (int64_t round = 0; round < rounds; round++)
         for (int64_t at = 0; at + STEP <= size; at += STEP) {
-#if ADALOG_ROOF >= 2
+#if ADALOG_ROOF >= 3
 #pragma GCC unroll 8
             for (int i = 0; i < 8; i++) {
                 __m512i line = _mm512_loadu_si512(data + at + 64 * i);
                 asm volatile("" : : "v"(line));
             }
-#elif ADALOG_ROOF == 1
+#elif ADALOG_ROOF
 #pragma GCC unroll 16
             for (int i = 0; i < 16; i++) {
                 __m256i line = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + at + 32 * i));

@@ -18,7 +18,7 @@ ENGINES = {
     "openvino-int8": "OpenVINO int8, float32 elsewhere",
     "openvino-int8-bf16": "OpenVINO int8, bfloat16 elsewhere",
 }
-LEVELS = {"amx": "AMX", "avx512vnni": "AVX-512-VNNI", "avx2": "AVX2"}
+LEVELS = {"amx": "AMX", "avx512vnni": "AVX-512-VNNI", "avxvnni": "AVX-VNNI", "avx2": "AVX2"}
 MODELS = {"demo": "the bundled ViT", "realbench": "TinyViT"}
 
 

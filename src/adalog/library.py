@@ -10,10 +10,10 @@ from typing import Any
 
 from adalog.errors import AdalogError
 
-ABI = 11  # version of the library's interface
+ABI = 12  # version of the library's interface
 LAYOUT = "a06b6a11"  # digest of the layout of the library's structures, which `adalog.run.abi` mirrors
 Offsets = dict[str, tuple[int, int]]  # (offset, size) in bytes by "Structure" and "Structure.field"
-LEVELS = ("scalar", "avx2", "avx512vnni", "amx", "neon", "i8mm")  # in the order of the bits in `adalog_features`
+LEVELS = ("scalar", "avx2", "avxvnni", "avx512vnni", "amx", "neon", "i8mm")  # in the order of the bits in `adalog_features`
 
 
 @functools.cache

@@ -18,6 +18,7 @@ OPTIONAL = ("timm", "torchvision", "transformers", "onnx", "onnxruntime", "openv
 FEATURES = (
     "avx2",
     "fma",
+    "avx_vnni",
     "avx512f",
     "avx512bw",
     "avx512vl",

@@ -1,4 +1,4 @@
 // The kernels for AVX-512-VNNI, so that instruction sets compile at the same time: see native.cpp.
 #undef ADALOG_PART
-#define ADALOG_PART 2
+#define ADALOG_PART 3
 #include "native.cpp"

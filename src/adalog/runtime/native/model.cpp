@@ -43,7 +43,7 @@ constexpr size_t MAX_NAME = 1024;      // of an output [bytes]
 constexpr int64_t MAX_SIDE = 1 << 24;  // of a weight, as in native.cpp
 constexpr int MAX_LAYOUTS = 16;
 constexpr size_t ALIGNMENT = 64, MEMORY = size_t(1) << 31;
-const char* const LEVELS[] = {"scalar", "avx2", "avx512vnni", "amx", "neon", "i8mm"};  // by the bits of adalog_features
+const char* const LEVELS[] = {"scalar", "avx2", "avxvnni", "avx512vnni", "amx", "neon", "i8mm"};  // by the bits of adalog_features
 
 struct Kernel {
     const char *name, *structure;

@@ -62,8 +62,9 @@
 #endif
 
 // Properties of the level that the kernels are compiled for.
-#define ADALOG_WIDE (ADALOG_LEVEL == 2 || ADALOG_LEVEL == 3)
-#define ADALOG_NEON (ADALOG_LEVEL == 4 || ADALOG_LEVEL == 5)
+#define ADALOG_YMM (ADALOG_LEVEL == 1 || ADALOG_LEVEL == 2)
+#define ADALOG_WIDE (ADALOG_LEVEL == 3 || ADALOG_LEVEL == 4)
+#define ADALOG_NEON (ADALOG_LEVEL == 5 || ADALOG_LEVEL == 6)
 
 #ifndef API  // CMakeLists.txt hides these functions: programs in C call those of adalog.h
 #define API extern "C" __attribute__((visibility("default")))
@@ -74,8 +75,8 @@
 
 namespace {
 
-// On the same kind of processor, each level can also run the kernels of the levels before it.
-enum Level { SCALAR = 0, AVX2 = 1, AVX512 = 2, AMX = 3, NEON = 4, I8MM = 5 };
+// On a processor that has several of them, a later level is at least as fast as those before it.
+enum Level { SCALAR = 0, AVX2 = 1, AVXVNNI = 2, AVX512 = 3, AMX = 4, NEON = 5, I8MM = 6 };
 
 constexpr int PANEL = 16;       // columns of a right operand that are stored together
 constexpr int QUAD = 4;         // panels that a product computes at once
@@ -532,6 +533,17 @@ extern "C" const void* adalog_avx2() { return &avx2::kernels; }
 #if ADALOG_COMPILES(2)
 #define ADALOG_LEVEL 2
 #pragma GCC push_options
+#pragma GCC target("avx2,fma,avxvnni")
+namespace avxvnni {
+#include "native.cpp"
+}
+#pragma GCC pop_options
+#undef ADALOG_LEVEL
+extern "C" const void* adalog_avxvnni() { return &avxvnni::kernels; }
+#endif
+#if ADALOG_COMPILES(3)
+#define ADALOG_LEVEL 3
+#pragma GCC push_options
 #pragma GCC target("avx2,fma,avx512f,avx512dq,avx512bw,avx512vl,avx512vnni")
 namespace avx512 {
 #include "native.cpp"
@@ -540,8 +552,8 @@ namespace avx512 {
 #undef ADALOG_LEVEL
 extern "C" const void* adalog_avx512() { return &avx512::kernels; }
 #endif
-#if ADALOG_COMPILES(3)
-#define ADALOG_LEVEL 3
+#if ADALOG_COMPILES(4)
+#define ADALOG_LEVEL 4
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,avx512vbmi,avx512vbmi2,amx-tile,amx-int8")
 namespace amx {
@@ -553,8 +565,8 @@ extern "C" const void* adalog_amx() { return &amx::kernels; }
 #endif
 #endif
 #ifdef ADALOG_ARM
-#if ADALOG_COMPILES(4)
-#define ADALOG_LEVEL 4
+#if ADALOG_COMPILES(5)
+#define ADALOG_LEVEL 5
 #ifndef __clang__
 #pragma GCC push_options
 #pragma GCC target("arch=armv8.2-a+dotprod")
@@ -568,8 +580,8 @@ namespace neon {
 #undef ADALOG_LEVEL
 extern "C" const void* adalog_neon() { return &neon::kernels; }
 #endif
-#if defined(ADALOG_ARM_I8MM) && ADALOG_COMPILES(5)
-#define ADALOG_LEVEL 5
+#if defined(ADALOG_ARM_I8MM) && ADALOG_COMPILES(6)
+#define ADALOG_LEVEL 6
 #ifndef __clang__
 #pragma GCC push_options
 #pragma GCC target("arch=armv8.2-a+dotprod+i8mm")
@@ -588,14 +600,14 @@ extern "C" const void* adalog_i8mm() { return &i8mm::kernels; }
 #if ADALOG_COMPILES(0)
 
 // The kernels of other instruction sets, which other files may compile.
-extern "C" const void *adalog_avx2(), *adalog_avx512(), *adalog_amx(), *adalog_neon(), *adalog_i8mm();
+extern "C" const void *adalog_avx2(), *adalog_avxvnni(), *adalog_avx512(), *adalog_amx(), *adalog_neon(), *adalog_i8mm();
 
 namespace {
 
 const Kernels* kernels_of(int level) {
     const void* all[I8MM + 1] = {&scalar::kernels};
 #ifdef ADALOG_X86
-    all[AVX2] = adalog_avx2(), all[AVX512] = adalog_avx512(), all[AMX] = adalog_amx();
+    all[AVX2] = adalog_avx2(), all[AVXVNNI] = adalog_avxvnni(), all[AVX512] = adalog_avx512(), all[AMX] = adalog_amx();
 #endif
 #ifdef ADALOG_ARM
     all[NEON] = adalog_neon();
@@ -625,13 +637,16 @@ API unsigned adalog_features(void) {
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return found;
     if (!fused || (low & 0x6) != 0x6 || !(b >> 5 & 1)) return found;
     found |= 1u << AVX2;
+    unsigned more, b2, c2, d2;
+    if (!__get_cpuid_count(7, 1, &more, &b2, &c2, &d2)) more = 0;
+    if (more >> 4 & 1) found |= 1u << AVXVNNI;
     bool wide = (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1);  // F, DQ, BW, VL
     if (!wide || !(c >> 11 & 1) || (low & 0xe6) != 0xe6) return found;
     found |= 1u << AVX512;
     bool tiles = (d >> 24 & 1) && (d >> 25 & 1) && (low & 0x60000) == 0x60000;
     tiles = tiles && (c >> 1 & 1) && (c >> 6 & 1);  // VBMI and VBMI2, which every processor with tiles has
     if (tiles && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0) found |= 1u << AMX;
-    if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1)) found |= 1u << 8;
+    if (more >> 5 & 1) found |= 1u << 8;
 #endif
 #if defined(ADALOG_ARM) && defined(__linux__)
     if (!(getauxval(AT_HWCAP) >> 20 & 1)) return found;  // dot products
@@ -650,7 +665,7 @@ API unsigned adalog_features(void) {
 }
 
 // Returns the version of this interface. library.py refuses a library of another version.
-API int adalog_abi(void) { return 11; }
+API int adalog_abi(void) { return 12; }
 
 // Returns the name of a row of `FIELDS`, and writes its offset and size in bytes. Null after the last. library.py refuses a
 // library whose structures differ.
@@ -872,7 +887,7 @@ INLINE float largest(F a) { return _mm512_reduce_max_ps(a); }
 INLINE F whole_of(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE F times_power(F y, F whole) { return _mm512_scalef_ps(y, whole); }
 
-#elif ADALOG_LEVEL == 1
+#elif ADALOG_YMM
 
 constexpr int W = 8;
 using F = __m256;
@@ -1196,7 +1211,7 @@ struct Search {
     }
     // Returns the bytes of 64 places in one plane. more: selects the high plane.
     INLINE I bytes(I places, bool more) const {
-#if ADALOG_LEVEL == 3
+#if ADALOG_LEVEL == 4
         return _mm512_permutexvar_epi8(places, more ? high : low);
 #else
         // A shuffle looks up 16 entries, so it runs for either half of the 32 entries.
@@ -1456,7 +1471,7 @@ INLINE void finishing(const Output& out, Body body) {
 // sums (rows, 16 panels) = left (rows, terms) times right, plus base, or plus the old sums if base is null. The rows of
 // the left operand are `row` bytes apart, and each can be read up to the padded terms of the right operand. AMX reads and
 // writes multiples of 16 rows. meanwhile(i, n) does part i of n of other work between the products.
-#if ADALOG_LEVEL == 3
+#if ADALOG_LEVEL == 4
 
 template <int PANELS, class Meanwhile>
 INLINE void multiply_tiles(const uint8_t* left, int64_t row, int64_t rows, const int8_t* right, int64_t panel,
@@ -1506,7 +1521,7 @@ INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, const
     if (panels == 1) multiply_tiles<1>(left, row, rows, right.data, right.panel, steps, base, sums, width, meanwhile);
 }
 
-#elif ADALOG_LEVEL == 2
+#elif ADALOG_LEVEL == 3
 
 template <int N, int PANELS>
 INLINE void multiply_rows(const uint8_t* left, int64_t row, const Right& right, const int32_t* base, int32_t* sums,
@@ -1553,6 +1568,46 @@ INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, const
     if (panels == 3) multiply_panels<3>(left, row, rows, right, base, sums, width);
     if (panels == 2) multiply_panels<2>(left, row, rows, right, base, sums, width);
     if (panels == 1) multiply_panels<1>(left, row, rows, right, base, sums, width);
+}
+
+#elif ADALOG_LEVEL == 2
+
+// Registers hold the sums of six rows and one panel.
+template <int N>
+NOT_INLINE void multiply_rows(const uint8_t* left, int64_t row, const Right& right, const int32_t* base, int32_t* sums,
+                              int64_t width) {
+    I sum[N][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < N; r++)
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) sum[r][h] = load((base ? base : sums + r * width) + W * h, All{});
+    const uint8_t* at = reinterpret_cast<const uint8_t*>(right.data);
+    for (int64_t g = 0; g < right.lines; g++, at += LINE, left += GROUP) {
+        const I one = load(at), two = load(at + 32);
+#pragma GCC unroll 6
+        for (int r = 0; r < N; r++) {
+            int32_t four;
+            std::memcpy(&four, left + r * row, 4);
+            const I x = _mm256_set1_epi32(four);
+            sum[r][0] = _mm256_dpbusd_avx_epi32(sum[r][0], x, one);
+            sum[r][1] = _mm256_dpbusd_avx_epi32(sum[r][1], x, two);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < N; r++)
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) store(sums + r * width + W * h, sum[r][h], All{});
+}
+template <class Meanwhile>
+INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, Right right, int64_t panels,
+                           const int32_t* base, int32_t* sums, int64_t width, Meanwhile meanwhile) {
+    meanwhile(0, 1);
+    for (; panels; panels--, right.data += right.panel, sums += PANEL, base = base ? base + PANEL : base) {
+        int64_t r = 0;
+        for (; r + 6 <= rows; r += 6) multiply_rows<6>(left + r * row, row, right, base, sums + r * width, width);
+        for (; r + 2 <= rows; r += 2) multiply_rows<2>(left + r * row, row, right, base, sums + r * width, width);
+        if (r < rows) multiply_rows<1>(left + r * row, row, right, base, sums + r * width, width);
+    }
 }
 
 #elif ADALOG_LEVEL == 1
@@ -1674,7 +1729,7 @@ NOT_INLINE void multiply_rows(const uint8_t* left, int64_t row, const Right& rig
             const uint8x16_t x = vreinterpretq_u8_s32(set(four));
 #pragma GCC unroll 4
             for (int q = 0; q < 4; q++)
-#if ADALOG_LEVEL == 5
+#if ADALOG_LEVEL == 6
                 sum[r][q] = vusdotq_s32(sum[r][q], x, bytes[q]);
 #else
                 sum[r][q] = vdotq_s32(sum[r][q], bytes[q], vreinterpretq_s8_u8(veorq_u8(x, vdupq_n_u8(128))));
@@ -1732,7 +1787,7 @@ INLINE int32_t sum_of(const uint8_t* bytes, int64_t count) {
     for (; i + 64 <= count; i += 64) sums = add(sums, _mm512_sad_epu8(load(bytes + i), _mm512_setzero_si512()));
     const I rest = _mm512_maskz_loadu_epi8((uint64_t(1) << (count - i)) - 1, bytes + i);
     return _mm512_reduce_add_epi32(add(sums, _mm512_sad_epu8(rest, _mm512_setzero_si512())));
-#elif ADALOG_LEVEL == 1
+#elif ADALOG_YMM
     I sums = _mm256_setzero_si256();
     for (; i + 32 <= count; i += 32) sums = add(sums, _mm256_sad_epu8(load(bytes + i), _mm256_setzero_si256()));
     const __m128i half = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
@@ -1808,7 +1863,7 @@ INLINE void unpack(const uint8_t* halves, const uint8_t* middles, int64_t lines,
             _mm512_storeu_si512(out + (s + g) * LINE, _mm512_sub_epi8(low, middle));
             _mm512_storeu_si512(out + (s + g + 8) * LINE, _mm512_sub_epi8(high, middle));
         }
-#elif ADALOG_LEVEL == 1
+#elif ADALOG_YMM
     const I mask = _mm256_set1_epi8(15);
     for (int64_t s = 0; s < lines; s += 16)
         for (int g = 0; g < 8; g++)
@@ -2207,7 +2262,7 @@ void encode(const void* arguments, int64_t number, uint8_t*) {
 INLINE void sums_of(const Depthwise& of, const uint8_t* const* seen, int32_t* sums) {
     const int64_t channels = of.channels;
     int64_t done = 0;
-#if ADALOG_WIDE || ADALOG_LEVEL == 1
+#if ADALOG_WIDE || ADALOG_YMM
     // A lane holds the two taps of a pair in 16 bits each.
     auto wide = [&](const uint8_t* from) INLINE_LAMBDA {
 #if ADALOG_WIDE
@@ -2232,6 +2287,8 @@ INLINE void sums_of(const Depthwise& of, const uint8_t* const* seen, int32_t* su
             const I times = load(reinterpret_cast<const int32_t*>(factors), All{});
 #if ADALOG_WIDE
             sum = _mm512_dpwssd_epi32(sum, _mm512_sub_epi16(both, zero), times);
+#elif ADALOG_LEVEL == 2
+            sum = _mm256_dpwssd_avx_epi32(sum, _mm256_sub_epi16(both, zero), times);
 #else
             sum = add(sum, _mm256_madd_epi16(_mm256_sub_epi16(both, zero), times));
 #endif
@@ -2277,7 +2334,7 @@ void depthwise(const void* arguments, int64_t number, uint8_t* scratch) {
     });
 }
 
-#if ADALOG_LEVEL == 3
+#if ADALOG_LEVEL == 4
 void begin() {
     struct alignas(64) Tiles {  // eight tiles of 16 rows of 64 bytes
         uint8_t palette = 1, start = 0, reserved[14] = {};
