@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from adalog import Calibration, Config, QuantizedModel
+from adalog import Calibration, Config, QuantizedModel, Resources
 from adalog.graph.rewrite import Assigned
 from adalog.inputs import demo
 from adalog.model import quickest
@@ -89,10 +89,11 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         start, searched = time.process_time(), 0.0
         for width in given.widths:  # search first, so that the seconds below include no search
             begun = time.process_time()
-            calibration.assign(at_width(search, width), told(f"{width} bits"), partial=place(f"search-{width}-{seed}"))
+            resources = Resources(partial=place(f"search-{width}-{seed}"), progress=told(f"{width} bits"))
+            calibration.assign(at_width(search, width), resources)
             searched += time.process_time() - begun
-        rows = place(f"rows-{count}-{seed}")
-        found = sensitivity(calibration, search, [judged[:count]], given.widths, partial=rows, progress=told("alone"))
+        resources = Resources(partial=place(f"rows-{count}-{seed}"), progress=told("alone"))
+        found = sensitivity(calibration, search, [judged[:count]], given.widths, resources)
         return found.to_json(), round(time.process_time() - start - searched, 1)
 
     def chosen_by(seed: int, count: int = given.judged) -> tuple[Sensitivity, float]:
@@ -118,11 +119,10 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         calibration, _ = calibrated(seed)
         found, _ = chosen_by(seed, count)
         config = Config.preset(bits)
-        uniform = QuantizedModel(
-            calibration.build_program(calibration.assign(config, told(bits), partial=place(f"{bits}-{seed}")), config)
-        )
+        uniform = calibration.quantize(config, Resources(partial=place(f"{bits}-{seed}"), progress=told(bits)))
         size, bops = taken(uniform)
-        chosen = quantize_within(calibration, config, found, Budget(size, bops), progress=told(f"{bits} budget"))
+        resources = Resources(progress=told(f"{bits} budget"))
+        chosen = quantize_within(calibration, config, found, Budget(size, bops), resources)
         row = {"bits": bits, "seed": seed, "judged": count, "bytes_uniform": size, "bytes_budget": chosen.bytes}
         row |= {"bops_uniform": bops, "bops_budget": chosen.bops, "foretold": chosen.plan.totals.loss}
         for name, model in (("uniform", uniform), ("budget", chosen.model)):
@@ -136,10 +136,12 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         found, _ = chosen_by(0)
         losses = {(row.unit, row.operand, row.bits): row.loss for row in found.rows}
         units = {site.site: unit for unit in found.units for site in unit.sites}
-        by_width = {
-            width: dict(_named(calibration.assign(at_width(search, width), partial=place(f"search-{width}-0"))))
-            for width in given.widths
-        }
+
+        def searched(width: int) -> dict[str, Any]:
+            resources = Resources(partial=place(f"search-{width}-0"))
+            return dict(_named(calibration.assign(at_width(search, width), resources)))
+
+        by_width = {width: searched(width) for width in given.widths}
         judged = judged[: given.judged]
         expected = predict(case.model, judged)
         draws, pairs = random.Random(0), []

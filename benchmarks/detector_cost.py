@@ -21,7 +21,7 @@ import torch
 import typer
 from PIL import Image
 
-from adalog import Config
+from adalog import Config, Resources
 from adalog.detection import zoo
 from adalog.detection.detector import Detector
 from adalog.detection.images import Resizing, batches_of
@@ -45,7 +45,7 @@ def main(bits: str = "w4a4", name: str = "mmdet:mask-swin-t") -> None:
         parts[what.partition(":")[0]] = round(time.process_time() - begun, 1)
 
     config = replace(Config.preset(bits), images=len(pictures))
-    (quantized,) = quantize_detector(detector, batches, [config], progress=watch)
+    (quantized,) = quantize_detector(detector, batches, [config], Resources(progress=watch))
     with tempfile.TemporaryDirectory() as folder:
         size = save(quantized, Path(folder) / "detector")
         loaded = load(Path(folder) / "detector")

@@ -213,7 +213,7 @@ def measure_kernels(name: str, model: nn.Module, images: Tensor, config: Config)
     for part, choices in (("search", replace(config, stages=())), ("correction", config)):
         kernels = Kernels(images.device)
         with kernels.measured():
-            calibration.assign(choices, kernels.cut)
+            calibration.assign(choices, adalog.Resources(progress=kernels.cut))
         found[part] = kernels.summary()
         yield found
     calibration = Calibration(model, images)
@@ -308,7 +308,7 @@ def measure_reconstruction(name: str, model: nn.Module, images: Tensor, fitted: 
             wait(images.device)
             begun[stage] = time.perf_counter()
 
-    timed(images.device, lambda: calibration.assign(config, progress))
+    timed(images.device, lambda: calibration.assign(config, adalog.Resources(progress=progress)))
     ends = [*list(begun.values())[1:], time.perf_counter()]
     stages = {stage: round(end - start, 1) for (stage, start), end in zip(begun.items(), ends, strict=True)}
     return {"model": short(name), "bits": config.bits, "fitted": len(fitted), "search": round(searching, 1), **stages}

@@ -35,7 +35,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from adalog import METHODS, Calibration, Config
+from adalog import METHODS, Calibration, Config, Resources
 from adalog.inputs.images import ImageSet, Preprocessing, draw_indices, find_images
 from adalog.model import quickest
 from adalog.study.doctor import machine
@@ -159,7 +159,7 @@ def main() -> None:
             images = bench.calibration_images(seed, wanted)
             calibrations[seed] = Calibration(bench.model, images[:IMAGES], unlabelled=images, seed=seed)
         start = time.process_time()
-        quantized = calibrations[seed].quantize(choices(bits, method), jobs=given.jobs)
+        quantized = calibrations[seed].quantize(choices(bits, method), Resources(given.jobs))
         seconds = time.process_time() - start
         runs, executor, at_once = quickest(quantized, given.jobs)
         outputs = bench.outputs(runs, at_once)

@@ -43,7 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adalog import Calibration, Config, Correction, QuantizedModel, Reconstruction
+from adalog import Calibration, Config, Correction, QuantizedModel, Reconstruction, Resources
 from adalog.calibration.compensate import corrected
 from adalog.calibration.importance import row_weights
 from adalog.calibration.partial import Partial, fingerprint
@@ -183,7 +183,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         calibration = Calibration(case.model, case.drawn(IMAGES, seed), seed=seed)
         stage = staged(f"{bits}-search-{IMAGES}-{seed}")
         alone = replace(Config.preset(bits), stages=())
-        assigned = calibration.assign(alone, stage.progress, partial=stage.path)
+        assigned = calibration.assign(alone, Resources(partial=stage.path, progress=stage.progress))
         return calibration, assigned, stage.seconds()
 
     @cache
@@ -208,7 +208,10 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         choices, done = choices_of(stage, images), running.partial(drawn[0])
         assert isinstance(choices, Reconstruction)
         found = reconstructed(
-            program, drawn, start, choices, seed=seed, memory=_MEMORY, partial=done, progress=running.progress
+            *(program, drawn, start, choices, Resources(progress=running.progress)),
+            seed=seed,
+            memory=_MEMORY,
+            partial=done,
         )
         return found, running.seconds()
 

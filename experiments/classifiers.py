@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from adalog._quantize import sample_images
 from adalog.calibration.calibration import Calibration
 from adalog.calibration.partial import raw_bytes
+from adalog.calibration.schedule import Resources
 from adalog.config import Config
 from adalog.errors import DataError
 from adalog.graph.program import Program
@@ -131,7 +132,8 @@ class Bench:
         def told(numbers: range) -> list[int]:
             return predict(network, images(numbers), device=device).argmax(dim=1).tolist()
 
-        found = in_batches(len(images), told, jobs=jobs if device.type == "cpu" else 1, ranks=ranks)
+        resources = Resources(jobs if device.type == "cpu" else 1, ranks=ranks)
+        found = in_batches(len(images), told, resources)
         return torch.tensor([label for batch in found for label in batch])
 
     def check(self, device: torch.device) -> None:
@@ -195,7 +197,7 @@ class _Measured:
     def quantized(self, config: Config, seed: int, whole: Record) -> Record:
         """Quantize and evaluate, by "native" if it runs. "seconds" is the CPU time of the searches and the stages."""
         calibration, jobs, device = self._calibration(seed), self._request.jobs, self._request.device
-        calibration.quantize(replace(config, stages=()), jobs=jobs if device.type == "cpu" else 1)
+        calibration.quantize(replace(config, stages=()), Resources(jobs if device.type == "cpu" else 1))
         start = time.process_time()
         quantized = calibration.quantize(config)
         seconds = time.process_time() - start + sum(each.seconds for each in calibration.iter_search(config))

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from adalog.calibration.partial import raw_bytes
+from adalog.calibration.schedule import Resources
 from adalog.config import Config
 from adalog.detection import coco, demo, zoo
 from adalog.detection.demo.scenes import scene
@@ -130,7 +131,7 @@ class _Measured:
             return {"refusal": f"it needs {needed} images, but only {there} are available"}
         batches, jobs = self.bench.calibration(needed, seed), self._request.jobs
         try:
-            (quantized,) = quantize_detector(self.bench.detector, batches, [config], seed=seed, jobs=jobs)
+            (quantized,) = quantize_detector(self.bench.detector, batches, [config], Resources(jobs), seed=seed)
         except (ValueError, DataError) as cause:
             return {"refusal": str(cause)}
         seconds = time.process_time() - begun

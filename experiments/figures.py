@@ -22,7 +22,7 @@ from torch import Tensor
 import adalog
 from adalog import Calibration, Config, QuantizedModel, Search, files
 from adalog._quantize import sample_images
-from adalog.calibration.schedule import Progress
+from adalog.calibration.schedule import Progress, Resources
 from adalog.cli.console import (
     check_outputs,
     emit_json,
@@ -219,7 +219,8 @@ def of_model(
         raise ValueError(f"site = {site!r} is not one of the {len(names)} sites, which `adalog inspect MODEL` lists")
     ledgers, by_fpcs = {}, None
     for method, config in configs.items():
-        quantized = calibration.quantize(config, None if progress is None else progress(method), jobs=jobs)
+        watch = None if progress is None else progress(method)
+        quantized = calibration.quantize(config, Resources(jobs, progress=watch))
         ledgers[method] = quantized.ledger
         if isinstance(config.search, Search) and config.search.strategy == "fpcs":
             by_fpcs = method, config.search, quantized

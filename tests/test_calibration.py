@@ -252,11 +252,11 @@ def test_unlabelled_images_are_those_that_the_model_takes(more):
 def test_arguments_that_nothing_can_be_done_with(tiniest, images, tmp_path, monkeypatch):
     config = Config(images=4, search=Search(rounds=1, steps=0))
     with pytest.raises(ValueError, match="jobs = 0 is not a whole number of at least 1"):
-        adalog.Calibration(tiniest, images).quantize(config, jobs=0)
+        adalog.Calibration(tiniest, images).quantize(config, adalog.Resources(jobs=0))
     with pytest.raises(CalibrationError, match="on the meta device, which holds no values"):
         adalog.Calibration(tiniest, images.to("meta"))
     monkeypatch.chdir(tmp_path)
-    adalog.Calibration(tiniest, images).quantize(config, partial="searches")
+    adalog.Calibration(tiniest, images).quantize(config, adalog.Resources(partial="searches"))
     assert (tmp_path / "searches").exists()
 
 
@@ -355,10 +355,10 @@ def test_what_is_searched_together_is_as_good_as_alone(stacking, calibration, ch
 
 
 def test_a_search_together_goes_on_from_a_partial_file(stacking, tiny, images, fast, tmp_path):
-    whole = stacking.assign(fast, partial=tmp_path / "whole")
+    whole = stacking.assign(fast, adalog.Resources(partial=tmp_path / "whole"))
     lines = (tmp_path / "whole").read_bytes().splitlines(keepends=True)
     (tmp_path / "part").write_bytes(b"".join(lines[: len(lines) // 2]))
     again = Calibration(tiny, images)
     again._one_by_one = False
-    found = again.assign(fast, partial=tmp_path / "part")
+    found = again.assign(fast, adalog.Resources(partial=tmp_path / "part"))
     assert [each.sqnr for _, each in found] == [each.sqnr for _, each in whole]

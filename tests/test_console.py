@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adalog.calibration.schedule import run_searches, units_of_work
+from adalog.calibration.schedule import Resources, run_searches, units_of_work
 from adalog.cli import console
 from adalog.quantizers import Assignment
 
@@ -58,12 +58,12 @@ def test_the_first_estimate_counts_sites_by_their_size(clock, capsys):
     run_searches(
         [[[group] for group in groups]],
         search,
+        Resources(progress=watch),
         known={},
         bytes_of=sizes,
         work_of={name: units_of_work(size) for name, size in sizes.items()},
         memory=1 << 30,
         device=torch.device("cpu"),
-        progress=watch,
     )
     assert clock.seconds == 5 * (65 + 63)
     assert capsys.readouterr().err == "w4a4: about 5 minutes left\n"

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from adalog import DataError
+from adalog import DataError, Resources
 from adalog.graph.program import Output
 from adalog.study.evaluate import Contest, Nearest, Prepared, Score, mcnemar, predict, score, tally, wilson
 
@@ -153,9 +153,9 @@ def test_networks_answer_side_by_side_or_in_turn():
     labels = torch.randint(0, 7, (90,), generator=torch.Generator().manual_seed(1))
     networks, done = (Watched(), Watched()), []
     contest = Contest(networks, (True, False))
-    tallies = contest.tallies(Prepared(images), labels, jobs=3, progress=done.append)
+    tallies = contest.tallies(Prepared(images), labels, Resources(3, progress=lambda *each: done.append(each)))
     assert networks[0].most == 1
-    assert (len(done), done[-1], done) == (5, 90, sorted(done))
+    assert (len(done), done[-1], done) == (5, (90, 90, ""), sorted(done))
     answers = predict(networks[1], images)
     whole = tally(answers, labels, answers)
     assert tallies[0] == replace(whole, kl=pytest.approx(whole.kl, abs=1e-9))

@@ -12,7 +12,7 @@ from torch.nn.functional import gelu
 
 import adalog
 import zoo
-from adalog import Calibration, CalibrationError, Config, QuantizedModel, Reconstruction, Search
+from adalog import Calibration, CalibrationError, Config, QuantizedModel, Reconstruction, Resources, Search
 from adalog.artifact import deserialise, serialise
 from adalog.baselines import BlockRefinement, Evolution, RangeSearch, ScaleSearch, ranges
 from adalog.errors import ArtifactError
@@ -173,7 +173,7 @@ def test_released_zero_points_are_refused_by_files(calibrations, tmp_path):
     with pytest.raises(ArtifactError, match="has a zero point that is not a whole number from 0 to 15"):
         serialise(model.quantized)
     with pytest.raises(ValueError, match="round_zero_point = False finds zero points that no file can store"):
-        calibrations("timm_vit").quantize(config, partial=tmp_path / "searches")
+        calibrations("timm_vit").quantize(config, Resources(partial=tmp_path / "searches"))
     assert not list(tmp_path.iterdir())
 
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
-from adalog import Calibration, CalibrationError, Config, DataError, Search
+from adalog import Calibration, CalibrationError, Config, DataError, Resources, Search
 from adalog.calibration.observe import Observed, Request
 from adalog.graph.capture import capture
 from adalog.graph.program import Program
@@ -315,7 +315,7 @@ def test_what_is_found_does_not_depend_on_the_memory(name, count, memory, tmp_pa
     assert len(calibration._splits()) > 2
     last = calibration.sites[-1].name
     (found,) = calibration.search(config, [last])  # in another order first
-    result = calibration.quantize(config, jobs=2, partial=tmp_path / "partial")
+    result = calibration.quantize(config, Resources(2, tmp_path / "partial"))
     assert [row.site for row in result.ledger] == [row.site for row in wanted.ledger]
     for row, whole in zip(result.ledger, wanted.ledger, strict=True):
         assert row.sqnr == pytest.approx(whole.sqnr, abs=0.01)
@@ -323,7 +323,7 @@ def test_what_is_found_does_not_depend_on_the_memory(name, count, memory, tmp_pa
     assert calibration.evaluate(found, config).mean_square_error() == found.mean_square_error()
     again = Calibration(model, images, memory=memory)
     assert serialise(again.quantize(config)) == serialise(result)
-    resumed = Calibration(model, images).quantize(config, partial=tmp_path / "partial")
+    resumed = Calibration(model, images).quantize(config, Resources(partial=tmp_path / "partial"))
     assert serialise(resumed) == serialise(result)
 
 
@@ -332,9 +332,9 @@ def test_what_is_found_does_not_depend_on_the_memory(name, count, memory, tmp_pa
 def test_an_interrupted_run_goes_on_with_other_memory_only_where_the_same_rows_are_kept(tmp_path):
     model, images = zoo.make("demo"), torch.cat([IMAGES] * 3)
     config = replace(CONFIG, images=len(images), pinned=(("*", 32),), input_bits=32)
-    Calibration(model, images, memory=12_000_000).quantize(config, partial=tmp_path / "partial")
+    Calibration(model, images, memory=12_000_000).quantize(config, Resources(partial=tmp_path / "partial"))
     with pytest.raises(DataError, match="partial"):
-        Calibration(model, images).quantize(config, partial=tmp_path / "partial")
+        Calibration(model, images).quantize(config, Resources(partial=tmp_path / "partial"))
 
 
 @pytest.mark.slow

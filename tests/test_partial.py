@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import adalog
-from adalog import Calibration, Config, Correction, DataError, Search
+from adalog import Calibration, Config, Correction, DataError, Resources, Search
 from adalog.baselines import BlockRefinement, Evolution, ScaleSearch, SplitUniformQuantizer, TwinUniformQuantizer
 from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Scratch
@@ -233,13 +233,13 @@ def test_another_seed_is_another_calibration(tmp_path, seeded, method):
     """Its images may be the same: random gradients, and what refines blocks or weights, are drawn from the seed too."""
     path, config = tmp_path / "partial", brief(method)
     with pytest.raises(StopHere):
-        seeded[0].assign(config, partial=path, progress=stop_after_the_first)
+        seeded[0].assign(config, Resources(partial=path, progress=stop_after_the_first))
     before = path.read_bytes()
     assert len(before.splitlines()) == 2
     with pytest.raises(DataError, match="holds searches of another"):
-        seeded[1].assign(config, partial=path)
+        seeded[1].assign(config, Resources(partial=path))
     with pytest.raises(StopHere):  # the seed that it was made with still reads it
-        seeded[0].assign(config, partial=path, progress=stop_after_the_first)
+        seeded[0].assign(config, Resources(partial=path, progress=stop_after_the_first))
     assert path.read_bytes() == before
 
 
@@ -247,11 +247,11 @@ def test_another_seed_is_another_calibration(tmp_path, seeded, method):
 def test_other_refinements_are_another_calibration(tmp_path, seeded, method):
     path, config = tmp_path / "partial", brief(method)
     with pytest.raises(StopHere):
-        seeded[0].assign(config, partial=path, progress=stop_after_the_first)
+        seeded[0].assign(config, Resources(partial=path, progress=stop_after_the_first))
     for other in (replace(config, stages=(replace(config.stages[0], **{field: 2}),)) for field in REFINED[method]):
         assert other != config
         with pytest.raises(DataError, match="holds searches of another"):
-            seeded[0].assign(other, partial=path)
+            seeded[0].assign(other, Resources(partial=path))
 
 
 def quantize_all(out, partial=None):

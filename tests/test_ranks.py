@@ -21,7 +21,7 @@ from PIL import Image
 from torch.distributed import DistNetworkError, HashStore
 
 import adalog
-from adalog import Calibration, Config, Search
+from adalog import Calibration, Config, Resources, Search
 from adalog.calibration.partial import Partial
 from adalog.choices import Correction, Reconstruction
 from adalog.cli import main
@@ -291,7 +291,7 @@ def test_quantize_gives_the_same_bytes(tmp_path, tiniest, images, stages):
     path, wanted = tmp_path / "partial", serialise(alone.quantize(config))
 
     def work(ranks):
-        return serialise(calibrations[ranks.rank].quantize(config, ranks=ranks, partial=path))
+        return serialise(calibrations[ranks.rank].quantize(config, Resources(ranks=ranks, partial=path)))
 
     assert together(work, store=HashStore()) == [wanted] * 2
     files = [path, path.with_name("partial.rank1")]
@@ -325,10 +325,9 @@ def test_sensitivity_and_answers_are_the_same(tmp_path, tiniest, images):
     other = calibrations[0].quantize(config)
 
     def work(ranks):
-        rows = sensitivity(
-            calibrations[ranks.rank], config, [judged[:8]], (4, 8), ranks=ranks, partial=tmp_path / f"of{ranks.world}"
-        )
-        return rows, Contest([other, tiniest], [False, False]).tallies(Prepared(judged), labels, ranks=ranks)
+        resources = Resources(ranks=ranks, partial=tmp_path / f"of{ranks.world}")
+        rows = sensitivity(calibrations[ranks.rank], config, [judged[:8]], (4, 8), resources)
+        return rows, Contest([other, tiniest], [False, False]).tallies(Prepared(judged), labels, resources)
 
     alone = work(Ranks())
     assert together(work, 2) == [alone] * 2

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import adalog
-from adalog import METHODS, Calibration, Config, Correction, QuantizedModel, Reconstruction, Search
+from adalog import METHODS, Calibration, Config, Correction, QuantizedModel, Reconstruction, Resources, Search
 from adalog.calibration.block_errors import picked
 from adalog.calibration.blocks import Blocks
 from adalog.calibration.gradients import BATCH, hessian_probe, mean_distance, squared_gradients
@@ -465,9 +465,9 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tiniest, pool, tmp_path):
 def test_a_file_of_what_is_done_belongs_to_the_images_that_are_fitted(tiniest, pool, tmp_path):
     config = replace(SHORTEST, stages=(replace(STAGE, iterations=1),))
     partial = tmp_path / "partial"
-    Calibration(tiniest, pool[:8], unlabelled=pool[:24]).assign(config, partial=partial)
+    Calibration(tiniest, pool[:8], unlabelled=pool[:24]).assign(config, Resources(partial=partial))
     with pytest.raises(adalog.DataError, match="other images"):
-        Calibration(tiniest, pool[:8], unlabelled=pool[8:32]).assign(config, partial=partial)
+        Calibration(tiniest, pool[:8], unlabelled=pool[8:32]).assign(config, Resources(partial=partial))
 
 
 def test_what_is_read_back_goes_to_the_device_that_is_named(tmp_path, searched):
@@ -880,7 +880,9 @@ def test_no_block_ends_in_a_list(pool, ending):
 def test_progress_is_told_many_times(pool, tiniest_searched):
     calibration, before = tiniest_searched
     told = []
-    reconstructed(calibration.program, [pool[:24]], before, WHOLE_MODEL, progress=lambda *each: told.append(each))
+    reconstructed(
+        calibration.program, [pool[:24]], before, WHOLE_MODEL, Resources(progress=lambda *each: told.append(each))
+    )
     assert [done for done, _, _ in told] == list(range(1, 17))
     assert {total for _, total, _ in told} == {16}
     assert [name for _, _, name in told[-2:]] == ["end to end, block 1 of 1, step 15 of 16", "end to end, block 1 of 1"]

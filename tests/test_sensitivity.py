@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from adalog import Calibration, Config, DataError, Search
+from adalog import Calibration, Config, DataError, Resources, Search
 from adalog.calibration.operands import operand_kinds
 from adalog.graph.rewrite import rewritten
 from adalog.quantizers import QuantizedTensor, UniformQuantizer
@@ -101,7 +101,7 @@ def test_units_say_what_they_cost(found, calibration, quantized):
     assert len(found.rows) == 2 * sum(len(unit.operands) for unit in found.units)
 
 
-@pytest.mark.parametrize("changed", [{"memory": 1}, {"memory": 100_000}, {"jobs": 3}])
+@pytest.mark.parametrize("changed", [{"memory": 1}, {"memory": 100_000}, {"resources": Resources(jobs=3)}])
 def test_neither_memory_nor_threads_change_a_row(calibration, fast, found, changed):
     again = sensitivity(calibration, fast, [JUDGED], (3, 8), **changed)
     assert again == found
@@ -130,7 +130,7 @@ def test_an_interrupted_run_goes_on(calibration, fast, found, tmp_path, monkeypa
             raise Stopped
 
     with pytest.raises(Stopped):
-        sensitivity(calibration, fast, [JUDGED], (3, 8), partial=place, progress=stop)
+        sensitivity(calibration, fast, [JUDGED], (3, 8), Resources(partial=place, progress=stop))
     finished = len(place.read_text().splitlines()) - 1
     assert 0 < finished < len(found.rows) / 2
     place.write_text(place.read_text() + '{"name": "cut o')
@@ -139,18 +139,18 @@ def test_an_interrupted_run_goes_on(calibration, fast, found, tmp_path, monkeypa
     monkeypatch.setattr(
         module._Judge, "losses", lambda self, changed, *rest: judged.extend(changed) or losses(self, changed, *rest)
     )
-    assert sensitivity(calibration, fast, [JUDGED], (3, 8), partial=place) == found
+    assert sensitivity(calibration, fast, [JUDGED], (3, 8), Resources(partial=place)) == found
     assert len(judged) == len(found.rows) - finished
     judged.clear()
-    assert sensitivity(calibration, fast, [JUDGED], (3, 8), partial=place) == found
+    assert sensitivity(calibration, fast, [JUDGED], (3, 8), Resources(partial=place)) == found
     assert not judged
     with pytest.raises(DataError, match=r"holds rows of another model, other images or other choices"):
-        sensitivity(calibration, fast, [JUDGED[:6]], (3, 8), partial=place)
+        sensitivity(calibration, fast, [JUDGED[:6]], (3, 8), Resources(partial=place))
 
 
 def test_progress_counts_searches_and_rows(calibration, fast, found):
     told = []
-    sensitivity(calibration, fast, [JUDGED], (3, 8), progress=lambda *each: told.append(each[:2]))
+    sensitivity(calibration, fast, [JUDGED], (3, 8), Resources(progress=lambda *each: told.append(each[:2])))
     total = 2 * len(calibration.groups) + len(found.rows)
     assert {each[1] for each in told} == {total}
     assert [each[0] for each in told] == sorted(each[0] for each in told)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from adalog._quantize import quantize
     from adalog.baselines import BlockRefinement, Evolution, RangeSearch, ReleasedSearch, ScaleSearch
     from adalog.calibration.calibration import Calibration
+    from adalog.calibration.schedule import Resources
     from adalog.choices import Correction, Reconstruction
     from adalog.config import Config
     from adalog.errors import AdalogError, ArtifactError, CalibrationError, CaptureError, DataError, ProgramError
@@ -26,6 +27,7 @@ _NAMES = {
     "_quantize": "quantize",
     "baselines": "BlockRefinement Evolution RangeSearch ReleasedSearch ScaleSearch",
     "calibration.calibration": "Calibration",
+    "calibration.schedule": "Resources",
     "choices": "Correction Reconstruction",
     "config": "Config",
     "errors": "AdalogError ArtifactError CalibrationError CaptureError DataError ProgramError",
@@ -55,6 +57,7 @@ __all__ = [
     "RangeSearch",
     "Reconstruction",
     "ReleasedSearch",
+    "Resources",
     "ScaleSearch",
     "Search",
     "demo",

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from adalog.calibration.calibration import Calibration, digest
-from adalog.calibration.schedule import Progress
-from adalog.choices import check_whole
+from adalog.calibration.schedule import Progress, Resources
 from adalog.config import Config
 from adalog.errors import CalibrationError, RankError
 from adalog.graph.capture import Sizes, batched, take
@@ -85,15 +84,14 @@ def quantize(
     config = config or Config.preset("w4a4")
     if not isinstance(config, Config):
         raise ValueError(f"config = {config!r} is not a Config: give one such as Config.preset('w4a4')")
-    check_whole("jobs", jobs, 1)
+    resources = Resources(jobs, partial, progress, ranks)
     inputs = as_inputs(images, model if within is None else within, config.images_needed)
     whole = batched(sample_images(inputs, config.images_needed, seed))
     sample = take(whole, range(config.images))
     _check_alike(whole, ranks)
     if within is None:
         calibration = Calibration(model, sample, unlabelled=whole, seed=seed, memory=memory, sizes=sizes)
-        result = calibration.quantize(config, progress, jobs=jobs, partial=partial, ranks=ranks)
-        return with_error(result, calibration)
+        return with_error(calibration.quantize(config, resources), calibration)
     call, calls = record_calls(model, within, sample)
     more = record_calls(model, within, whole)[1] if _count(whole) > config.images else calls
     given, unlabelled = (tuple(value for inputs in each for value in inputs) for each in (calls, more))
@@ -104,7 +102,7 @@ def quantize(
         check_shareable(model, calibration.sites)
     # Each call, or each window of a call, counts as an image here.
     own = config.with_fitted_images(len(unlabelled[0])) if config.images_fitted else config
-    result = with_error(calibration.quantize(own, progress, jobs=jobs, partial=partial, ranks=ranks), calibration)
+    result = with_error(calibration.quantize(own, resources), calibration)
     if len(calls) > 1:
         program, example = of_first_call(result.program, len(call.inputs)), result.example[: len(call.inputs)]
         result = QuantizedModel(replace(result.quantized, program=program, example=example))

@@ -30,7 +30,7 @@ from adalog.calibration.operands import (
     with_rows,
 )
 from adalog.calibration.partial import Partial, assignment_json, fingerprint
-from adalog.calibration.schedule import Progress, run_searches, units_of_work
+from adalog.calibration.schedule import SERIAL, Resources, run_searches, units_of_work
 from adalog.calibration.shared import Shared
 from adalog.calibration.stages import check_images, staged
 from adalog.calibration.values import even_out_values
@@ -48,7 +48,6 @@ from adalog.ledger import ledger_of
 from adalog.model import QuantizedModel
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import FLOAT_BITS, Assignment, Fold, UniformQuantizer
-from adalog.ranks import ALONE, Ranks
 from adalog.search.bounds import Search, uniform_is_closer
 from adalog.search.operand import Format
 from adalog.search.product import Product
@@ -187,26 +186,18 @@ class Calibration:
     def quantize(
         self,
         config: Config,
-        progress: Progress | None = None,
+        resources: Resources = SERIAL,
         *,
-        jobs: int = 1,
-        partial: Path | None = None,
         start: Assigned = (),
-        ranks: Ranks = ALONE,
     ) -> QuantizedModel:
         """Quantize the model with these choices.
 
         Args:
             config: The bits, quantizers and search.
-            progress: Called as `progress(done, total, name)` whenever a site or step is done. A site with many values
-                counts several times, so that `done / total` is about the share of the time.
-            jobs: Number of sites that are searched at once, in threads. The result does not depend on it.
-            partial: A file from which finished searches are read, and to which new ones are added. Remove it once the
-                result is saved.
+            resources: The threads and processes, the file to continue from, and the callback for progress. Each process
+                has made the same calibration. Default: one thread.
             start: Assignments from `assign`. The search of `Search` begins from them and never ends with a larger
                 error.
-            ranks: The processes that share the searches. Each has made the same calibration, and all get the same
-                model. Default: this process alone.
 
         Returns:
             The quantized model.
@@ -216,29 +207,22 @@ class Calibration:
                 finite.
             ValueError: If a pattern of `config.pinned` matches no site.
         """
-        assigned = self.assign(config, progress, jobs=jobs, partial=partial, start=start, ranks=ranks)
-        return QuantizedModel(self.build_program(assigned, config))
+        return QuantizedModel(self.build_program(self.assign(config, resources, start=start), config))
 
     @_alone
     def assign(
         self,
         config: Config,
-        progress: Progress | None = None,
+        resources: Resources = SERIAL,
         *,
-        jobs: int = 1,
-        partial: Path | None = None,
         start: Assigned = (),
-        ranks: Ranks = ALONE,
     ) -> list[tuple[SiteGroup, Assignment]]:
         """Search the quantizers of every group of sites, and run the stages.
 
         Args:
             config: As in `quantize`.
-            progress: As in `quantize`.
-            jobs: As in `quantize`.
-            partial: As in `quantize`.
+            resources: As in `quantize`.
             start: As in `quantize`.
-            ranks: As in `quantize`.
 
         Returns:
             Each group with its assignment, in order of execution.
@@ -251,7 +235,8 @@ class Calibration:
         check_images(config, self.unlabelled)
         self._shared.prepare(config)
         given = _given(start, self.groups)
-        file = None if partial is None else Partial(Path(partial), self.fingerprint(config, given), ranks.rank)
+        path, rank = resources.partial, resources.ranks.rank
+        file = None if path is None else Partial(Path(path), self.fingerprint(config, given), rank)
         keys = {group.name: self._key(group, config) for group in self.groups if not given}
 
         def search(groups: Sequence[SiteGroup]) -> list[Assignment]:
@@ -263,15 +248,13 @@ class Calibration:
         found = run_searches(
             [[[group] for group in split] if given else self._stacks(split, config) for split in self._splits()],
             search,
+            resources,
             known={name: self._assigned[key] for name, key in keys.items() if key in self._assigned},
             bytes_of={name: request.scratch for name, request in self._requests.items()},
             work_of=work,
             memory=self._memory // 2,
             device=self.images[0].device,
-            jobs=jobs,
             partial=file,
-            progress=progress,
-            ranks=ranks,
         )
         self._assigned |= {key: found[name] for name, key in keys.items()}
         assigned = [(group, found[group.name]) for group in self.groups]
@@ -284,14 +267,12 @@ class Calibration:
                 assigned,
                 self._shared,
                 lambda group, found: self.product(group, found, config).assigned(found.left, found.right),
+                resources,
                 seed=self.seed,
                 memory=self._memory // 2,
                 partial=file,
-                progress=progress,
-                ranks=ranks,
             )
-        if progress is not None:
-            progress(sum(work.values()), sum(work.values()), "")
+        resources.report(sum(work.values()), sum(work.values()))
         return assigned
 
     @_alone

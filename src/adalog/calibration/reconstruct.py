@@ -24,7 +24,7 @@ from adalog.calibration.blocks import Blocks
 from adalog.calibration.judge import output_errors
 from adalog.calibration.partial import Partial
 from adalog.calibration.replay import Masks, Replay, random_mask
-from adalog.calibration.schedule import Progress, coded, coded_list
+from adalog.calibration.schedule import SERIAL, Resources, coded, coded_list
 from adalog.calibration.training import GroupInTraining, RoundedAtOnce, Side, confine
 from adalog.choices import Reconstruction
 from adalog.device import multiplies_bfloat16, waits_for_launches
@@ -81,13 +81,12 @@ def reconstructed(
     images: Sequence[Tensor],
     assigned: Assigned,
     choices: Reconstruction,
+    resources: Resources = SERIAL,
     *,
     losses: Mapping[str, Loss] = LOSSES,
     seed: int = 0,
     memory: int | None = None,
     partial: Partial | None = None,
-    progress: Progress | None = None,
-    ranks: Ranks = ALONE,
 ) -> list[tuple[SiteGroup, Assignment]]:
     """Return the assignments with trained codes, biases and scales.
 
@@ -98,11 +97,11 @@ def reconstructed(
     losses: the errors of a block's output, by name. memory: bytes for the values of both networks held at a time, as in
     `Blocks`. The following always comes on top: a block's inputs and outputs on all images, the weights of its errors,
     the training state of its weights, and the values that gradients need on four images, or on all images of a step on
-    an accelerator. With the scope "model", all of this counts for the whole model. partial: finished blocks are read
-    from it, and the first rank adds new ones. ranks: all of them compute the values of both networks, and they share
-    the images of each step and of each evaluation.
+    an accelerator. With the scope "model", all of this counts for the whole model. partial: the opened file of the
+    resources; the first rank adds finished blocks. All ranks compute the values of both networks, and they share the
+    images of each step and of each evaluation.
     """
-    current, device = list(assigned), images[0].device
+    current, device, ranks = list(assigned), images[0].device, resources.ranks
     share = None if memory is None else memory // 2
     if choices.scope == "block":
         blocks, stage, where = find_blocks(program), "reconstruction", "block"
@@ -119,10 +118,9 @@ def reconstructed(
     for number, block in enumerate(blocks):
 
         def report(step: int, number: int = number) -> None:
-            if progress is not None:
-                told = f", step {step} of {choices.iterations}" if step < choices.iterations else ""
-                name = f"{where} {number + 1} of {len(blocks)}{told}"
-                progress(number * choices.iterations + step, len(blocks) * choices.iterations, name)
+            told = f", step {step} of {choices.iterations}" if step < choices.iterations else ""
+            name = f"{where} {number + 1} of {len(blocks)}{told}"
+            resources.report(number * choices.iterations + step, len(blocks) * choices.iterations, name)
 
         names = {node.name for node in floats.nodes(number).nodes} - _leading_elsewhere(program, block)
         members = [index for index, (group, _) in enumerate(current) if group.changes <= names]

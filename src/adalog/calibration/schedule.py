@@ -3,12 +3,15 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from threading import Condition
 
 import torch
 
 from adalog.calibration.partial import Partial, assignment_json, assignment_of
+from adalog.choices import check_whole
 from adalog.graph.rewrite import SiteGroup
 from adalog.quantizers import Assignment
 from adalog.ranks import ALONE, Coded, Ranks
@@ -16,6 +19,65 @@ from adalog.ranks import ALONE, Coded, Ranks
 # Called with (done, total, name of what is next), in units of work.
 Progress = Callable[[int, int, str], None]
 _BYTES_PER_UNIT = 1 << 24  # bytes of temporaries; the search of so many takes about as long as any search at least
+
+
+@dataclass(frozen=True)
+class Resources:
+    """The threads and processes of a computation, the file from which it continues, and how it reports progress.
+
+    The result does not depend on them. The seed and the memory limit can change it, so they are separate arguments.
+
+    Args:
+        jobs: Number of sites, or batches of images, that each process works on at once, in threads.
+        partial: A file from which finished parts of the work are read, and to which new ones are added. Remove it once
+            the result is saved. Some functions add files next to it, whose names begin with the name of this file.
+        progress: Called as `progress(done, total, name)` whenever a part is done. A site with many values counts
+            several times, so that `done / total` is about the share of the time.
+        ranks: The processes that share the work (`adalog.ranks.Ranks.of_environment()`). Each of them makes the same
+            call, and all get the same result. Default: this process alone.
+
+    Raises:
+        ValueError: If `jobs` is not a whole number of at least 1.
+
+    Examples:
+        >>> import adalog
+        >>> from adalog import demo
+        >>> calibration = adalog.Calibration(demo.load_model(), demo.calibration_images()[:32])
+        >>> qmodel = calibration.quantize(adalog.Config.preset("w4a4"), adalog.Resources(jobs=2))
+    """
+
+    jobs: int = 1
+    partial: Path | None = None
+    progress: Progress | None = None
+    ranks: Ranks = ALONE
+
+    def __post_init__(self) -> None:
+        check_whole("jobs", self.jobs, 1)
+
+    def named(self, name: str) -> "Resources":
+        """Return the resources of a part of the work that has a partial file of its own.
+
+        Args:
+            name: The end of the file's name, after a dot.
+
+        Returns:
+            The same resources with that file, or without a file as before.
+        """
+        return self if self.partial is None else replace(self, partial=Path(f"{self.partial}.{name}"))
+
+    def report(self, done: int, total: int, name: str = "") -> None:
+        """Call `progress`, if there is one.
+
+        Args:
+            done: The finished units of work.
+            total: All units of work.
+            name: The name of a part of the work.
+        """
+        if self.progress is not None:
+            self.progress(done, total, name)
+
+
+SERIAL = Resources()  # one thread of this process
 
 
 def units_of_work(size: int) -> int:
@@ -70,38 +132,32 @@ class Scratch:
 def run_searches(
     splits: Sequence[Sequence[Sequence[SiteGroup]]],
     search: Callable[[Sequence[SiteGroup]], list[Assignment]],
+    resources: Resources,
     *,
     known: Mapping[str, Assignment],
     bytes_of: Mapping[str, int],
     work_of: Mapping[str, int],
     memory: int,
     device: torch.device,
-    jobs: int = 1,
     partial: Partial | None = None,
-    progress: Progress | None = None,
-    ranks: Ranks = ALONE,
 ) -> dict[str, Assignment]:
     """Return the assignment that the search finds for every group, by the group's name.
 
-    The result depends neither on `jobs`, the number of searches that run at once on a rank, nor on the number of ranks.
     The searches that take the most bytes start first.
 
     splits: groups whose operands are held together, in lists that one search takes; a split starts when the one before
     it is done. known: assignments that need no search. bytes_of: the bytes of `memory` that each group takes, by its
-    name. work_of: the units of work of each group. partial: a file from which finished searches are read, and to which
-    those of this rank are added. progress: called with (units of work done on all ranks, total, name of an unfinished
-    group). Raises ValueError if jobs is less than 1.
+    name. work_of: the units of work of each group. partial: the opened file of the resources, to which the searches of
+    this rank are added. Progress counts units of work on all ranks, with the name of an unfinished group.
     """
-    if jobs < 1:
-        raise ValueError(f"jobs = {jobs} is not a whole number of at least 1")
-    scratch = Scratch(memory)
+    scratch, ranks = Scratch(memory), resources.ranks
     total = sum(work_of[group.name] for split in splits for stack in split for group in stack)
     found = dict[str, Assignment]()
 
     def told(names: Iterable[str]) -> None:
         waiting = next((name for name in names if name not in found), None)
-        if progress is not None and waiting is not None:
-            progress(sum(work_of[name] for name in list(found)), total, waiting)
+        if waiting is not None:
+            resources.report(sum(work_of[name] for name in list(found)), total, waiting)
 
     for split in splits:
 
@@ -137,7 +193,9 @@ def run_searches(
         told(names)
         whole = [first for first, group_names in members.items() if found.keys() >= {*group_names}]
         done = {first: [found[name] for name in members[first]] for first in whole}
-        shared = ranks.shared(list(stacks), find, coded=coded_list(device), threads=jobs, known=done, finished=finished)
+        shared = ranks.shared(
+            list(stacks), find, coded=coded_list(device), threads=resources.jobs, known=done, finished=finished
+        )
         for first, assigned in shared.items():
             found.update(zip(members[first], assigned, strict=True))
     return found

@@ -7,7 +7,7 @@ from torch import Tensor
 from adalog.calibration.compensate import corrected
 from adalog.calibration.partial import Partial
 from adalog.calibration.reconstruct import reconstructed
-from adalog.calibration.schedule import Progress, coded_list
+from adalog.calibration.schedule import Resources, coded_list
 from adalog.calibration.shared import Shared
 from adalog.choices import Correction, Fitting, Reconstruction
 from adalog.config import LOSSES, Config, Stage
@@ -16,7 +16,6 @@ from adalog.graph.capture import take
 from adalog.graph.program import Program
 from adalog.graph.rewrite import Assigned, SiteGroup
 from adalog.quantizers import Assignment
-from adalog.ranks import ALONE, Ranks
 
 Judge = Callable[[SiteGroup, Assignment], Assignment]  # measures the SQNR of an assignment
 
@@ -39,17 +38,16 @@ def staged(
     assigned: Assigned,
     shared: Shared,
     judge: Judge,
+    resources: Resources,
     *,
     seed: int,
     memory: int,
     partial: Partial | None = None,
-    progress: Progress | None = None,
-    ranks: Ranks = ALONE,
 ) -> list[tuple[SiteGroup, Assignment]]:
     """Return the assignments after all of these stages.
 
-    images: the calibration images. unlabelled: the images that stages may fit. partial: finished parts of stages that
-    fit images are read from it, and new ones are added. ranks: they share the steps of a reconstruction. The first rank
+    images: the calibration images. unlabelled: the images that stages may fit. partial: the opened file of the
+    resources, for finished parts of stages that fit images. Ranks share the steps of a reconstruction. The first rank
     runs all other stages for all ranks, because each step of a stage starts from the results of the steps before it,
     and adding up sums over parts of the images would change their last bits.
     """
@@ -60,17 +58,12 @@ def staged(
             if isinstance(stage, Correction):
                 alike = [value.shape[1:] for value in fitted] == [value.shape[1:] for value in images]
                 weights = shared.row_weights(stage.importance) if alike else None  # positions are those of one size
+                progress = resources.progress
                 return corrected(
                     program, fitted, assigned, stage, weights, memory=memory, partial=partial, progress=progress
                 )
             return reconstructed(
-                *(program, fitted, assigned, stage),
-                losses=LOSSES,
-                seed=seed,
-                memory=memory,
-                partial=partial,
-                progress=progress,
-                ranks=ranks,
+                program, fitted, assigned, stage, resources, losses=LOSSES, seed=seed, memory=memory, partial=partial
             )
         changed = stage.refined(program, images, assigned, shared.squared_gradients, seed, memory)
         return [
@@ -87,6 +80,6 @@ def staged(
         def run(stage: Stage = stage, before: Assigned = changed) -> list[Assignment]:
             return [assignment for _, assignment in changed_by(stage, before)]
 
-        found = ranks.by_first(run, coded)
+        found = resources.ranks.by_first(run, coded)
         changed = [(group, assignment) for (group, _), assignment in zip(assigned, found, strict=True)]
     return changed

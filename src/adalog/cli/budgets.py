@@ -80,17 +80,8 @@ def measured(
 ) -> Sensitivity:
     """Measure the sensitivity of each operand of the model at each width."""
     watch = site_progress(progress, progress.add_task("measuring sensitivity", total=1), "measuring")
-    return sensitivity.sensitivity(
-        about.calibration,
-        config,
-        [about.judged],
-        widths,
-        jobs=setup.searches,
-        memory=setup.memory // 2,
-        partial=partial,
-        progress=watch,
-        ranks=setup.ranks,
-    )
+    resources, memory = setup.resources(partial, watch), setup.memory // 2
+    return sensitivity.sensitivity(about.calibration, config, [about.judged], widths, resources, memory=memory)
 
 
 def quantize(
@@ -121,17 +112,8 @@ def quantize(
             alone = partial.with_name(f"{partial.name}.alone")
             found = measured(about, config, sorted({*sensitivity.WIDTHS, *given}), progress, setup, alone)
         watch = site_progress(progress, progress.add_task("calibrating", total=1), config.bits)
-        chosen = quantize_within(
-            about.calibration,
-            config,
-            found,
-            budget,
-            notes=about.notes,
-            jobs=setup.searches,
-            partial=partial,
-            progress=watch,
-            ranks=setup.ranks,
-        )
+        resources = setup.resources(partial, watch)
+        chosen = quantize_within(about.calibration, config, found, budget, resources, notes=about.notes)
     note(told_of(chosen, found))
     widths_of = {name: dict(bits) for name, bits in chosen.plan.widths.items()}
     plan = {"bytes": chosen.bytes, "bops": chosen.bops, "foretold": chosen.plan.totals.loss, "widths": widths_of}

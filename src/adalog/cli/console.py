@@ -376,8 +376,8 @@ def _duration(seconds: float) -> str:
     return "1 minute" if minutes == 1 else f"{minutes} minutes"
 
 
-def image_progress(progress: Progress) -> Callable[[int], None]:
+def image_progress(progress: Progress) -> Callable[..., None]:
     """Return a callback for one run over images; it adds the images of this run to the count on the only bar."""
     (bar,) = progress.tasks
     before = bar.completed
-    return lambda done: progress.update(bar.id, completed=before + done)
+    return lambda done, *_: progress.update(bar.id, completed=before + done)

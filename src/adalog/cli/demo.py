@@ -13,6 +13,7 @@ from torch import nn
 
 from adalog import Calibration, Config, artifact, files
 from adalog._quantize import sample_images, with_error
+from adalog.calibration.schedule import Resources
 from adalog.cli import detectors, views
 from adalog.cli.console import check_outputs, emit_json, note, progress_bar, say, site_progress
 from adalog.cli.options import JsonOption, SeedOption, ThreadsOption, thread_count
@@ -92,7 +93,7 @@ def command(
         for method, config in plans:
             start = time.perf_counter()
             watch = site_progress(progress, current, f"{config.bits} {method}")
-            quantized = with_error(calibration.quantize(config, watch, jobs=jobs), calibration)
+            quantized = with_error(calibration.quantize(config, Resources(jobs, progress=watch)), calibration)
             quantized.note(preprocessing=zoo.DEMO_PREPROCESSING.to_json())
             seconds = time.perf_counter() - start
             runs, executor, at_once = quickest(quantized, jobs)

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from adalog import Config, DataError, artifact
+from adalog.calibration.schedule import Resources
 from adalog.cli.console import (
     emit_json,
     image_progress,
@@ -94,17 +95,9 @@ def quantize(
     with progress_bar() as progress, quiet():
         watch = site_progress(progress, progress.add_task("reading images", total=1), config.bits)
         (prepared,) = _prepared(detector, data, [count], setup.seed)
+        resources = setup.resources(partial, watch)
         (quantized,) = quantize_detector(
-            detector,
-            prepared,
-            [config],
-            parts=parts,
-            seed=setup.seed,
-            jobs=setup.jobs,
-            memory=setup.memory,
-            partial=partial,
-            progress=watch,
-            ranks=setup.ranks,
+            detector, prepared, [config], resources, parts=parts, seed=setup.seed, memory=setup.memory
         )
     seconds = time.perf_counter() - start
     size = setup.ranks.by_first(lambda: save(quantized, out))
@@ -133,19 +126,9 @@ def measured(
     with progress_bar() as progress, quiet():
         watch = site_progress(progress, progress.add_task("reading images", total=1), "measuring")
         calibrating, judging = _prepared(detector, data, [config.images, judged], setup.seed)
+        resources = setup.resources(partial, watch)
         return sensitivities(
-            detector,
-            calibrating,
-            judging,
-            config,
-            widths,
-            parts=parts,
-            seed=setup.seed,
-            jobs=setup.jobs,
-            memory=setup.memory,
-            partial=partial,
-            progress=watch,
-            ranks=setup.ranks,
+            detector, calibrating, judging, config, widths, resources, parts=parts, seed=setup.seed, memory=setup.memory
         )
 
 
@@ -258,14 +241,9 @@ def evaluate(
             found = (each for index in numbers for each in detector(resizing.batch([annotated.image(index)])))
             return coco.results_of(found, annotated.ids[numbers.start : numbers.stop], categories)
 
-        by_image = in_batches(
-            len(annotated),
-            results_of,
-            batch=1,
-            jobs=1 if executor in ("native", "reference") else jobs,  # "reference" needs much memory for an image
-            ranks=job(),
-            progress=image_progress(progress),
-        )
+        at_once = 1 if executor in ("native", "reference") else jobs  # "reference" needs much memory for an image
+        resources = Resources(at_once, progress=image_progress(progress), ranks=job())
+        by_image = in_batches(len(annotated), results_of, resources, batch=1)
         results = [result for results in by_image for result in results]
         figures = coco.average_precision(annotated.told, results)
     told = {"file": str(file), "executor": executor, "images": len(annotated), "detections": len(results)}
@@ -294,8 +272,8 @@ def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs:
 
         whole = judged(detector, "full precision")
         watch = site_progress(progress, progress.add_task("searching", total=1), "")
-        only = [config for _, config in configs]
-        quantized = quantize_detector(detector, calibrating, only, seed=seed, jobs=jobs, progress=watch)
+        only, resources = [config for _, config in configs], Resources(jobs, progress=watch)
+        quantized = quantize_detector(detector, calibrating, only, resources, seed=seed)
         for (method, config), each in zip(configs, quantized, strict=True):
             figures = judged(fastest(each, jobs), f"{config.bits} {method}")
             rows.append({"bits": config.bits, "method": method, **figures})

@@ -10,6 +10,7 @@ from torch import nn
 
 import adalog
 from adalog import DataError, artifact
+from adalog.calibration.schedule import Resources
 from adalog.cli import detectors, views
 from adalog.cli.console import check_outputs, emit_json, image_progress, job, progress_bar, quiet, say, waiting
 from adalog.cli.options import (
@@ -116,9 +117,8 @@ def command(
             score(tried[0], None if truth is None else truth[[last]], *tried[1:])
     with progress_bar() as progress, quiet():
         progress.add_task("images", total=len(images) + len(known or ()))
-        tallies = Contest(networks, single, place, nearest).tallies(
-            given, truth, jobs=jobs, ranks=job(), progress=image_progress(progress)
-        )
+        resources = Resources(jobs, progress=image_progress(progress), ranks=job())
+        tallies = Contest(networks, single, place, nearest).tallies(given, truth, resources)
     result = tallies[0].score()
     full = None if truth is None or reference is None else tallies[1].score()
     told = {"file": str(file), "executor": executor, "reference": reference, **dataclasses.asdict(result)}

@@ -9,6 +9,7 @@ import torch
 import typer
 
 from adalog import METHODS
+from adalog.calibration.schedule import Progress, Resources
 from adalog.cli.console import Session, job, quiet
 from adalog.device import default_memory
 from adalog.ranks import ALONE, Ranks
@@ -89,6 +90,25 @@ class Setup:
         """Number of sites to search at a time; one on a GPU, to limit its memory."""
         return self.jobs if self.device.type == "cpu" else 1
 
+    def resources(self, partial: Path, progress: Progress) -> Resources:
+        """Return the resources of the run, for work with this partial file and these reports."""
+        return Resources(self.searches, partial, progress, self.ranks)
+
+
+def read_setup(
+    no_pretrained: bool,
+    checkpoint: Path | None,
+    device: str,
+    seed: int,
+    threads: int,
+    memory: str | None,
+    free_sizes: bool = False,
+) -> Setup:
+    """Parse the options of a run, in the order in which commands list them."""
+    jobs, place = thread_count(threads), find_device(device)
+    size = default_memory(place) if memory is None else read_size(memory)
+    return Setup(no_pretrained, checkpoint, seed, jobs, size, place, free_sizes, job())
+
 
 def thread_count(threads: int) -> int:
     """Return the number of threads to use; 0 means an equal share of the available cores for each process."""
@@ -127,11 +147,6 @@ def read_size(text: str, option: str = "--memory") -> int:
         raise ValueError(f"{option} {text!r} is not a size: give one like 2GiB, 1.5GB or 500MB")
     number, letter, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(letter.upper()) + 1 if letter else 0))
-
-
-def read_memory(text: str | None, device: torch.device) -> int:
-    """Parse a --memory option; return the number of bytes."""
-    return default_memory(device) if text is None else read_size(text)
 
 
 def read_count(text: str, option: str) -> float:

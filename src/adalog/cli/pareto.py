@@ -14,7 +14,6 @@ from adalog.cli.console import (
     check_outputs,
     check_unfinished,
     emit_json,
-    job,
     partial_of,
     progress_bar,
     quiet,
@@ -37,13 +36,10 @@ from adalog.cli.options import (
     ResumeOption,
     SeedOption,
     SensitivityOption,
-    Setup,
     ThreadsOption,
     WidthsOption,
-    find_device,
-    read_memory,
+    read_setup,
     read_widths,
-    thread_count,
 )
 from adalog.cli.targets import source_of
 from adalog.inputs import demo, zoo
@@ -90,9 +86,7 @@ def command(
     For several budgets, adalog chooses the bits of each operand.
     The plot compares these models with models that have the same bits for all operands.
     """
-    jobs, place = thread_count(threads), find_device(device)
-    limit = read_memory(memory, place)
-    setup = Setup(no_pretrained, checkpoint, seed, jobs, limit, place, ranks=job())
+    setup = read_setup(no_pretrained, checkpoint, device, seed, threads, memory)
     tried = read_widths(widths)
     if len(tried) < 2:
         raise ValueError(f"--widths {widths} has only one width: give two or more")
@@ -119,13 +113,10 @@ def command(
             found,
             about.loaded.module,
             about.judged,
+            setup.resources(partial, watch).named("points"),
             labelled=labelled,
             count=count,
             notes=about.notes,
-            jobs=setup.searches,
-            partial=partial.with_name(f"{partial.name}.points"),
-            progress=watch,
-            ranks=setup.ranks,
         )
         drawn = pareto_figure(points, found.measure, model)
         write_file(out, rendered(drawn, out.suffix[1:], f"{model}: loss against bytes and BOPs"))

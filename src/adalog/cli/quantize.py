@@ -14,7 +14,6 @@ from adalog.cli.console import (
     check_outputs,
     check_unfinished,
     emit_json,
-    job,
     partial_of,
     progress_bar,
     quiet,
@@ -37,10 +36,8 @@ from adalog.cli.options import (
     SensitivityOption,
     Setup,
     ThreadsOption,
-    find_device,
-    read_memory,
     read_pinned,
-    thread_count,
+    read_setup,
 )
 from adalog.cli.targets import find_calibration, load_model, source_of
 from adalog.detection import zoo as detection
@@ -139,9 +136,7 @@ def command(
     partial = partial_of(out)
     check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, sensitivity, data))
     check_unfinished(partial, resume)
-    place = find_device(device)
-    size = read_memory(memory, place)
-    setup = Setup(no_pretrained, checkpoint, seed, thread_count(threads), size, place, free_sizes, job())
+    setup = read_setup(no_pretrained, checkpoint, device, seed, threads, memory, free_sizes)
     if asked is not None:
         detectors.check_setup(setup)
         if limits is not None:

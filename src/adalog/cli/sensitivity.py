@@ -14,7 +14,6 @@ from adalog.cli.console import (
     check_outputs,
     check_unfinished,
     emit_json,
-    job,
     partial_of,
     progress_bar,
     quiet,
@@ -35,13 +34,10 @@ from adalog.cli.options import (
     PartsOption,
     ResumeOption,
     SeedOption,
-    Setup,
     ThreadsOption,
     WidthsOption,
-    find_device,
-    read_memory,
+    read_setup,
     read_widths,
-    thread_count,
 )
 from adalog.cli.targets import source_of
 from adalog.detection import zoo as detection
@@ -74,9 +70,7 @@ def command(
     The loss is the KL divergence from the float model for a classifier, otherwise the relative squared error.
     Other commands read the result to choose bits within a budget.
     """
-    jobs, place = thread_count(threads), find_device(device)
-    limit = read_memory(memory, place)
-    setup = Setup(no_pretrained, checkpoint, seed, jobs, limit, place, ranks=job())
+    setup = read_setup(no_pretrained, checkpoint, device, seed, threads, memory)
     tried = read_widths(widths)
     config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # --widths replaces these bits
     partial = partial_of(out)

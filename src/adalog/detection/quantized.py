@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from adalog import artifact
 from adalog.calibration.calibration import Calibration, digest
-from adalog.calibration.schedule import Progress
+from adalog.calibration.schedule import SERIAL, Resources
 from adalog.config import Config
 from adalog.detection.detector import KINDS, Detector, Settings
 from adalog.detection.images import Batch
@@ -25,7 +25,6 @@ from adalog.graph.program import Program
 from adalog.graph.sites import find_sites
 from adalog.model import QuantizedModel, quickest
 from adalog.quantized import QuantizedProgram
-from adalog.ranks import ALONE, Ranks
 from adalog.stored import check_text, parse_json
 
 KEY = artifact.DETECTOR
@@ -39,14 +38,11 @@ def quantize_detector(
     detector: Detector,
     batches: Sequence[Batch],
     configs: Sequence[Config],
+    resources: Resources = SERIAL,
     *,
     parts: Collection[str] = KINDS,
     seed: int = 0,
-    jobs: int = 1,
     memory: int | None = None,
-    partial: Path | None = None,
-    progress: Progress | None = None,
-    ranks: Ranks = ALONE,
 ) -> list[Detector]:
     """Quantize a detector once per config; return detectors whose parts are quantized models.
 
@@ -54,9 +50,9 @@ def quantize_detector(
     regions, spaced evenly among those that the float detector reads in the calibration images.
 
     batches: images in tensors of one height and width. The first `images` of the configs are the calibration images;
-    stages may fit all images. parts: kinds of parts to quantize; the others stay float. jobs, memory, partial,
-    progress, ranks: as in `adalog.quantize`; each part has its own partial file, and may use all of the memory. Raises
-    CaptureError, CalibrationError, and ValueError for unknown parts.
+    stages may fit all images. parts: kinds of parts to quantize; the others stay float. resources, memory: as in
+    `Calibration`; each part has its own partial file, and may use all of the memory. Raises CaptureError,
+    CalibrationError, and ValueError for unknown parts.
     """
     check_parts(parts)
     counts = {config.images for config in configs}
@@ -84,8 +80,7 @@ def quantize_detector(
             else:
                 if _sizes(kind) == "fixed" and own.images_fitted:
                     own = own.with_fitted_images(len(given[0]))
-                file = None if partial is None else partial.with_name(f"{partial.name}.{name}")
-                model = calibration.quantize(own, within(name, progress), jobs=jobs, partial=file, ranks=ranks)
+                model = calibration.quantize(own, within(name, resources))
             model.note(part=name, calibration=digest([images[:count]]), images=count)
             found[number][name] = model
     return [Detector(models, detector.settings) for models in found]
@@ -127,11 +122,13 @@ def config_of(part: str, config: Config) -> Config:
     return config if part == "backbone" else replace(config, input_bits=config.activation_bits)
 
 
-def within(name: str, progress: Progress | None) -> Progress | None:
-    """Return the progress callback for one part, which adds the name of the part."""
-    if progress is None:
-        return None
-    return lambda done, total, site: progress(done, total, f"{name}: {site}" if site else name)
+def within(name: str, resources: Resources) -> Resources:
+    """Return the resources for one part, with a partial file of its own, and with its name in the reports."""
+
+    def report(done: int, total: int, site: str) -> None:
+        resources.report(done, total, f"{name}: {site}" if site else name)
+
+    return replace(resources.named(name), progress=report)
 
 
 def _float(program: Program, config: Config, given: Sequence[Tensor]) -> QuantizedProgram:

@@ -1,18 +1,16 @@
 """Measure the sensitivity of a detector, part by part."""
 
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from adalog.calibration import schedule
+from adalog.calibration.schedule import SERIAL, Resources
 from adalog.config import Config
 from adalog.detection.detector import KINDS, Detector
 from adalog.detection.images import Batch
 from adalog.detection.quantized import check_parts, config_of, part_calibration, recorded, within
 from adalog.device import default_memory
-from adalog.ranks import ALONE, Ranks
 from adalog.study.sensitivity import WIDTHS, Sensitivity, sensitivity
 
 
@@ -23,14 +21,11 @@ def sensitivities(
     judging: Sequence[Batch],
     config: Config,
     widths: Iterable[int] = WIDTHS,
+    resources: Resources = SERIAL,
     *,
     parts: Collection[str] = KINDS,
     seed: int = 0,
-    jobs: int = 1,
     memory: int | None = None,
-    partial: Path | None = None,
-    progress: schedule.Progress | None = None,
-    ranks: Ranks = ALONE,
 ) -> dict[str, Sensitivity]:
     """Return the loss of each part's output if one operand alone is quantized, for every operand of every part.
 
@@ -53,11 +48,8 @@ def sensitivities(
                 config_of(name, config),
                 judged[name],
                 widths,
+                within(name, resources),
                 measure="relative squared error",
-                jobs=jobs,
                 memory=(default_memory(inputs[name][0].device) if memory is None else memory) // 2,
-                partial=None if partial is None else partial.with_name(f"{partial.name}.{name}"),
-                progress=within(name, progress),
-                ranks=ranks,
             )
     return found

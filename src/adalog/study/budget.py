@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -18,12 +17,11 @@ import numpy as np
 from adalog import artifact
 from adalog.calibration.calibration import Calibration
 from adalog.calibration.operands import OperandKind
-from adalog.calibration.schedule import Progress
+from adalog.calibration.schedule import SERIAL, Resources
 from adalog.config import Config
 from adalog.errors import DataError
 from adalog.model import QuantizedModel
 from adalog.quantizers import FLOAT_BITS
-from adalog.ranks import ALONE, Ranks
 from adalog.study.cost import cost
 from adalog.study.sensitivity import Sensitivity, Unit, units_of
 
@@ -100,26 +98,22 @@ def quantize_within(
     config: Config,
     found: Sensitivity,
     budget: Budget,
+    resources: Resources = SERIAL,
     *,
     notes: Mapping[str, Any] | None = None,
-    jobs: int = 1,
-    partial: Path | None = None,
-    progress: Progress | None = None,
-    ranks: Ranks = ALONE,
 ) -> Chosen:
     """Return the model with the least predicted loss within a budget, calibrated as a whole with the chosen widths.
 
     Sites that the config pins and operands that it leaves float do not change. The bytes and BOPs of the model are
     counted; if one exceeds the budget, a new plan with less to spend is made. Without a limit of operations or loss,
     narrower activations would save nothing, so they keep the widths of the config.
+    resources: the searches of each plan are kept in a file next to the partial file.
     notes: further entries of the provenance, besides the budget.
-    partial: a path; the searches of each plan are kept in a file next to it.
-    ranks: the ranks that share the searches.
     Raises DataError if no widths meet the budget, or if the sensitivity belongs to another model.
     """
     found = _free(calibration, config, found)
     fixed = {} if budget.bops is not None or budget.loss is not None else _activations(config)
-    maker = _Maker(calibration, config, found, budget, notes or {}, jobs, partial, progress, ranks)
+    maker = _Maker(calibration, config, found, budget, notes or {}, resources)
     extra = Totals(0.0, 0.0, 0.0)  # what the stages add to the cost
     for _ in range(_TRIES):
         chosen = _without_stages(maker, budget, fixed, extra)
@@ -142,18 +136,14 @@ class _Maker:
     found: Sensitivity
     budget: Budget
     notes: Mapping[str, Any]
-    jobs: int
-    partial: Path | None
-    progress: Progress | None
-    ranks: Ranks
+    resources: Resources
 
     def made(self, plan: Plan, config: Config) -> Chosen:
         """Quantize by a plan under this config, with or without its stages."""
         pins = plan.pinned(self.found.units, config)
         name = hashlib.sha256(repr((pins, config.stages)).encode()).hexdigest()[:8]
-        partial = None if self.partial is None else self.partial.with_name(f"{self.partial.name}.{name}")
         choices = replace(config, pinned=(*config.pinned, *pins))
-        model = self.calibration.quantize(choices, self.progress, jobs=self.jobs, partial=partial, ranks=self.ranks)
+        model = self.calibration.quantize(choices, self.resources.named(name))
         told = {"limits": asdict(self.budget), "foretold": plan.totals.loss}
         model.note(**self.notes, budget={**told, "measure": self.found.measure, "judged": self.found.images})
         return Chosen(model, plan, *taken(model))

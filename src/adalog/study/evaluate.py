@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from adalog.calibration.schedule import SERIAL, Resources
 from adalog.device import full_float32_on, images_at_once
 from adalog.errors import DataError
 from adalog.graph.tracing import peak_bytes, trace
 from adalog.inputs.images import ImageSet, Preprocessing
 from adalog.quantized import QuantizedProgram
-from adalog.ranks import ALONE, JSON, Coded, Ranks
+from adalog.ranks import JSON, Coded
 
 Z95 = 1.959964  # quantile of the normal distribution for a two-sided 95 % interval
 # Images per batch on a processor; few, so that the many temporaries of a quantized forward stay in the cache. On an
@@ -131,19 +132,16 @@ class Prepared:
 def in_batches(
     count: int,
     make: Callable[[range], T],
+    resources: Resources = SERIAL,
     *,
     batch: int = BATCH,
-    jobs: int = 1,
-    ranks: Ranks = ALONE,
     coded: Coded[T] = JSON,
-    progress: Callable[[int], None] | None = None,
 ) -> list[T]:
     """Return the results of `make` for each batch of images, in order.
 
-    make: takes the numbers of its images, in the range of `count`, and reads them itself, so that at most `jobs`
-    batches are in memory. It runs in `jobs` threads of each rank.
+    make: takes the numbers of its images, in the range of `count`, and reads them itself, so that at most as many
+    batches are in memory as there are jobs. Progress counts images.
     coded: how results are sent to all ranks.
-    progress(done): called with the number of images done.
     Raises DataError if there are no images.
     """
     if not count:
@@ -154,10 +152,12 @@ def in_batches(
     def finished(name: str, result: T, own: bool) -> None:
         nonlocal done
         done += len(spans[name])
-        if progress is not None:
-            progress(done)
+        resources.report(done, count)
 
-    found = ranks.shared(list(spans), lambda name: make(spans[name]), coded=coded, threads=jobs, finished=finished)
+    def made(name: str) -> T:
+        return make(spans[name])
+
+    found = resources.ranks.shared(list(spans), made, coded=coded, threads=resources.jobs, finished=finished)
     return list(found.values())
 
 
@@ -353,20 +353,14 @@ class Contest:
     support: tuple[Prepared, Tensor] | None = None
     _turn: Any = field(default_factory=Lock, init=False, repr=False)
 
-    def tallies(
-        self,
-        images: Prepared,
-        labels: Tensor | None,
-        *,
-        jobs: int = 1,
-        ranks: Ranks = ALONE,
-        progress: Callable[[int], None] | None = None,
-    ) -> list[Tally]:
+    def tallies(self, images: Prepared, labels: Tensor | None, resources: Resources = SERIAL) -> list[Tally]:
         """Return one tally per network; the first network is also compared with the second one, if there is one.
 
-        labels: (N,). jobs: number of batches that each rank runs at a time. progress(done): counts images on all ranks.
+        labels: (N,). Progress counts images, the support images first.
         """
-        nearest, before = self._nearest(jobs, ranks, progress), 0 if self.support is None else len(self.support[0])
+        before = 0 if self.support is None else len(self.support[0])
+        total = before + len(images)
+        nearest = self._nearest(replace(resources, progress=lambda done, *_: resources.report(done, total)))
 
         def judged(numbers: range) -> list[Tally]:
             answers = self._run(images(numbers))
@@ -375,28 +369,20 @@ class Contest:
             own = None if labels is None else labels[numbers.start : numbers.stop]
             return [tally(answers[0], own, *answers[1:]), *(tally(each, own) for each in answers[1:])]
 
-        watch = None if progress is None else lambda done: progress(before + done)
-        batch = self._batch(len(images), jobs, ranks)
-        found = in_batches(len(images), judged, batch=batch, jobs=jobs, ranks=ranks, coded=_TALLIES, progress=watch)
+        after = replace(resources, progress=lambda done, *_: resources.report(before + done, total))
+        found = in_batches(len(images), judged, after, batch=self._batch(len(images), resources), coded=_TALLIES)
         return [Tally.total(column) for column in zip(*found, strict=True)]
 
-    def _nearest(self, jobs: int, ranks: Ranks, progress: Callable[[int], None] | None) -> list[Nearest]:
+    def _nearest(self, resources: Resources) -> list[Nearest]:
         """Return one classifier per network, made from the network's features of the support images."""
         if self.support is None:
             return []
         images, labels = self.support
-        batch = self._batch(len(images), jobs, ranks)
-        found = in_batches(
-            *(len(images), lambda n: self._run(images(n))),
-            batch=batch,
-            jobs=jobs,
-            ranks=ranks,
-            coded=_TENSORS,
-            progress=progress,
-        )
+        batch = self._batch(len(images), resources)
+        found = in_batches(len(images), lambda n: self._run(images(n)), resources, batch=batch, coded=_TENSORS)
         return [Nearest(torch.cat(column), labels) for column in zip(*found, strict=True)]
 
-    def _batch(self, count: int, jobs: int, ranks: Ranks) -> int:
+    def _batch(self, count: int, resources: Resources) -> int:
         """Return the number of images per batch, the same on all ranks.
 
         On an accelerator every job gets a batch to read, if there are enough images, because reading takes longer than
@@ -404,12 +390,12 @@ class Contest:
         """
 
         def number() -> int:
-            most = batch_on(self.device, self.networks)
-            return most if most <= BATCH else max(BATCH, min(most, -(-count // (jobs * ranks.world))))
+            most, at_once = batch_on(self.device, self.networks), resources.jobs * resources.ranks.world
+            return most if most <= BATCH else max(BATCH, min(most, -(-count // at_once)))
 
         if self.device is None or self.device.type == "cpu":
             return BATCH
-        return ranks.by_first(number)
+        return resources.ranks.by_first(number)
 
     def _run(self, batch: Tensor) -> list[Tensor]:
         if self.device is not None and self.device.type == "cuda":

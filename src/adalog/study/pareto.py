@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial as partial_of
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,12 +12,12 @@ from torch import Tensor
 
 from adalog.calibration.calibration import Calibration
 from adalog.calibration.partial import Lines, fingerprint
-from adalog.calibration.schedule import Progress
+from adalog.calibration.schedule import SERIAL, Resources
 from adalog.config import Config
 from adalog.errors import DataError
 from adalog.graph.program import Program, refs_of
 from adalog.model import QuantizedModel, quickest
-from adalog.ranks import ALONE, Coded, Ranks
+from adalog.ranks import Coded
 from adalog.study.budget import Budget, quantize_within, taken
 from adalog.study.drawing import COLOURS, TEXT, add_legend, new_figure
 from adalog.study.evaluate import Contest, Prepared, in_batches, predict, tally
@@ -80,24 +79,19 @@ def curve(
     found: Sensitivity,
     model: Callable[[Tensor], Any],
     judged: Tensor,
+    resources: Resources = SERIAL,
     *,
     labelled: tuple[Prepared, Tensor] | None = None,
     count: int = BUDGETS,
     notes: dict[str, Any] | None = None,
-    jobs: int = 1,
-    partial: Path | None = None,
-    progress: Progress | None = None,
-    ranks: Ranks = ALONE,
 ) -> list[Point]:
     """Return models with one width for all operands, and models within `count` budgets between those models.
 
     A budget that no widths meet has no point.
     model: the full-precision model.
     judged: evaluation images without labels. labelled: evaluation images with their labels.
-    partial: a file from which finished points are read, and to which new ones are added.
-    progress(done, total, name): counts models.
-    ranks: the ranks that share the searches and the images of each model. They do not share whole models, since the
-    models have most searches in common.
+    resources: the partial file holds points, and progress counts models. Ranks share the searches and the images of
+    each model, but not whole models, since the models have most searches in common.
     Raises DataError for a model with several outputs, and for a sensitivity that has only one width or belongs to
     another model or method.
     """
@@ -106,7 +100,8 @@ def curve(
     widths = sorted({row.bits for row in found.rows})
     if len(widths) < 2:
         raise DataError(f"the sensitivity has only rows at {widths[0]} bits: measure two widths or more")
-    judge = _Judge(found.measure, judged, predict(model, judged, jobs=jobs), labelled, jobs, ranks)
+    partial, ranks, alone = resources.partial, resources.ranks, replace(resources, partial=None, progress=None)
+    judge = _Judge(found.measure, judged, predict(model, judged, jobs=resources.jobs), labelled, alone)
     shares = np.linspace(0, 1, count + 1)[1:].tolist()  # the narrowest width leaves no choice
     names = [*(f"{width} bits for all" for width in widths), *(f"budget {share}" for share in shares)]
     lines = None
@@ -122,7 +117,7 @@ def curve(
 
     def same_width(width: int) -> Point:
         choices = replace(config, weight_bits=width, activation_bits=width, softmax_bits=width)
-        quantized = calibration.quantize(choices, jobs=jobs, ranks=ranks)
+        quantized = calibration.quantize(choices, alone)
         quantized.note(**(notes or {}))
         return judge.point(quantized, False, width, *taken(quantized))
 
@@ -135,7 +130,7 @@ def curve(
         limits = low.bytes + share * (high.bytes - low.bytes), low.bops + part * (high.bops - low.bops)
         budget = Budget(int(limits[0]) + 1024, limits[1] + 1)
         try:
-            chosen = quantize_within(calibration, config, found, budget, notes=notes, jobs=jobs, ranks=ranks)
+            chosen = quantize_within(calibration, config, found, budget, alone, notes=notes)
         except DataError:  # close to the narrowest width, the file's own header may leave no choice
             return None
         return judge.point(chosen.model, True, width, chosen.bytes, chosen.bops)
@@ -147,8 +142,7 @@ def curve(
             points[name] = point = make()
             if lines is not None and ranks.first:
                 lines.add(name, {"point": None if point is None else asdict(point)})
-        if progress is not None:
-            progress(done, len(names), name)
+        resources.report(done, len(names), name)
     return [point for point in points.values() if point is not None]
 
 
@@ -180,12 +174,11 @@ class _Judge:
     judged: Tensor
     expected: Tensor
     labelled: tuple[Prepared, Tensor] | None
-    jobs: int
-    ranks: Ranks
+    resources: Resources
 
     def point(self, quantized: QuantizedModel, chosen: bool, width: float, size: int, bops: int) -> Point:
         """Evaluate a model and return its point; ranks share its images."""
-        runs, _, at_once = quickest(quantized, self.jobs)
+        runs, _, jobs = quickest(quantized, self.resources.jobs)
 
         def alike(numbers: range) -> tuple[float, float, int]:
             output, own = (each[numbers.start : numbers.stop] for each in (self.judged, self.expected))
@@ -193,18 +186,19 @@ class _Judge:
             same = tally(output, reference=own).agreeing if self.measure == "kl" else 0
             return *loss_terms(self.measure, own, output), same or 0
 
-        found = in_batches(len(self.judged), alike, jobs=at_once, ranks=self.ranks)
+        resources = replace(self.resources, jobs=jobs)
+        found = in_batches(len(self.judged), alike, resources)
         error, power, same = (sum(column) for column in zip(*found, strict=True))
         agreement = same / len(self.judged) if self.measure == "kl" else None
-        return Point(chosen, width, size, bops, loss_of(error, power), agreement, self._top1(runs, at_once))
+        return Point(chosen, width, size, bops, loss_of(error, power), agreement, self._top1(runs, resources))
 
-    def _top1(self, runs: Callable[[Tensor], Any], at_once: int) -> float | None:
+    def _top1(self, runs: Callable[[Tensor], Any], resources: Resources) -> float | None:
         if self.labelled is None:
             return None
         images, labels = self.labelled
         place = self.judged.device
         contest = Contest([runs], [place.type != "cpu"], place)
-        (counts,) = contest.tallies(images, labels, jobs=at_once, ranks=self.ranks)
+        (counts,) = contest.tallies(images, labels, resources)
         return None if counts.right is None else counts.right / counts.images
 
 

@@ -20,7 +20,7 @@ from adalog.calibration.batches import Batches
 from adalog.calibration.calibration import Calibration, digest
 from adalog.calibration.operands import OperandKind, operand_kinds, together
 from adalog.calibration.partial import Lines, raw_bytes
-from adalog.calibration.schedule import Progress
+from adalog.calibration.schedule import SERIAL, Resources
 from adalog.config import Config
 from adalog.errors import DataError
 from adalog.graph.operations import PRODUCTS
@@ -30,7 +30,7 @@ from adalog.graph.sites import find_source
 from adalog.graph.tracing import size_in_bytes, trace
 from adalog.inputs.refusals import refusal
 from adalog.quantizers import FLOAT_BITS, Assignment, QuantizedTensor, UniformQuantizer, bounds_to_uniform
-from adalog.ranks import ALONE, Coded, Ranks
+from adalog.ranks import Coded
 from adalog.search.bounds import Search
 from adalog.search.product import Product
 from adalog.stored import is_whole
@@ -202,22 +202,18 @@ def sensitivity(
     config: Config,
     judged: Sequence[Tensor],
     widths: Iterable[int] = WIDTHS,
+    resources: Resources = SERIAL,
     *,
     measure: Measure | None = None,
-    jobs: int = 1,
     memory: int = 1 << 30,
-    partial: Path | None = None,
-    progress: Progress | None = None,
-    ranks: Ranks = ALONE,
 ) -> Sensitivity:
     """Return the loss of every operand alone at every width, by the search of this config without its stages.
 
     Pinned sites are left out.
     judged: the model's inputs, (N, ...) each, of held-out images; on calibration images losses would look smaller.
+    resources: the partial file holds rows; files next to it, with .2 to .8 after its name, hold the searches of that
+    width. Progress counts searches and rows.
     measure: by default the result of `measure_of`. memory: bytes for the values that forwards start from.
-    partial: a file from which finished rows are read, and to which new ones are added. Files next to it, with .2 to .8
-    after its name, hold the searches of that width.
-    progress(done, total, name): counts searches and rows. ranks: the ranks that share both.
     Raises ValueError for widths other than 2 to 8 bits, and for "kl" if the outputs are not logits.
     """
     widths = sorted(set(widths))
@@ -225,30 +221,29 @@ def sensitivity(
         raise ValueError(f"widths = {widths} are not whole numbers from 2 to 8")
     judge = _Judge(calibration.program, judged, measure, memory)
     groups, units = _groups(calibration.groups, config), units_of(calibration, config, judged)
+    partial, ranks = resources.partial, resources.ranks
     named = "" if partial is None else _fingerprint(calibration, config, judge, judged)
     lines = None if partial is None else Lines(partial, named, "rows", ranks.rank)
     rows = {} if lines is None else {name: _row_of(lines, name, units) for name in lines.found}
     operands = [(name, kind) for name, unit in units.items() for kind in unit.operands]
     rows = ranks.agreed([_key(*operand, width) for operand in operands for width in widths], rows, _ROWS)
     searches = len(calibration.groups)
+    total = len(widths) * (searches + len(operands))
     for step, width in enumerate(widths):
-        before, total = step * (searches + len(operands)), len(widths) * (searches + len(operands))
+        before = step * (searches + len(operands))
 
-        def told(count: int, what: str, width: int = width, before: int = before, total: int = total) -> None:
-            if progress is not None:
-                progress(before + count, total, f"{what} at {width} bits" if what else "")
+        def told(count: int, what: str, width: int = width, before: int = before) -> None:
+            resources.report(before + count, total, f"{what} at {width} bits" if what else "")
 
         missing = {key: operand for operand in operands if (key := _key(*operand, width)) not in rows}
         if not missing:
             continue
         choices = at_width(config, width)
-        assigned = calibration.assign(
-            choices,
-            lambda done, all_, name, told=told: told(searches * done // all_, name),  # type: ignore[misc]
-            jobs=jobs,
-            partial=None if partial is None else partial.with_name(f"{partial.name}.{width}"),
-            ranks=ranks,
-        )
+
+        def searched(done: int, all_: int, name: str, told: Callable[[int, str], None] = told) -> None:
+            told(searches * done // all_, name)
+
+        assigned = calibration.assign(choices, replace(resources.named(str(width)), progress=searched))
         found = {group.name: assignment for group, assignment in assigned}
         alone = {key: _alone(calibration, groups[name], found, kind, choices) for key, (name, kind) in missing.items()}
 
@@ -261,9 +256,8 @@ def sensitivity(
                 lines.add(key, asdict(rows[key]))
             told(searches + sum(key in rows for key in missing), name)
 
-        judge.losses({key: each for key, each in alone.items() if each}, jobs, judged_one, ranks)
-    if progress is not None:
-        progress(total, total, "")
+        judge.losses({key: each for key, each in alone.items() if each}, judged_one, resources)
+    resources.report(total, total)
     wanted = (rows.get(_key(name, kind, width)) for name, kind in operands for width in widths)
     about = tuple(units.values()), tuple(row for row in wanted if row is not None)
     return Sensitivity(judge.measure, judge.count, *about, _digest(calibration.program), _choices(config))
@@ -422,7 +416,7 @@ class _Judge:
         self._original = {id(node) for node in program.nodes}
 
     def losses(
-        self, changed: Mapping[str, Assigned], jobs: int, finished: Callable[[str, float, bool], None], ranks: Ranks
+        self, changed: Mapping[str, Assigned], finished: Callable[[str, float, bool], None], resources: Resources
     ) -> None:
         """Compute the loss of the model with each of these assignments alone; call `finished` as `Ranks.shared` does.
 
@@ -435,11 +429,11 @@ class _Judge:
             starts = self._starts(program)
             more = {name: size_in_bytes(self._shapes[name]) for name in starts}
             if waiting and sum((held | more).values()) > self._memory:
-                self._judge(waiting, held, jobs, finished, ranks)
+                self._judge(waiting, held, finished, resources)
                 waiting, held = {}, {}
             waiting[key] = program, starts
             held |= more
-        self._judge(waiting, held, jobs, finished, ranks)
+        self._judge(waiting, held, finished, resources)
 
     def _starts(self, program: Program) -> list[str]:
         """Return the values that operations from the first changed one on read, except sizes, inputs and tensors."""
@@ -453,9 +447,8 @@ class _Judge:
         self,
         waiting: Mapping[str, tuple[Program, list[str]]],
         held: Iterable[str],
-        jobs: int,
         finished: Callable[[str, float, bool], None],
-        ranks: Ranks,
+        resources: Resources,
     ) -> None:
         if not waiting:
             return
@@ -479,7 +472,7 @@ class _Judge:
                 raise DataError(f"{key} bits: the loss is {found}: check whether images have infinite outputs")
             return found
 
-        ranks.shared(list(waiting), loss, threads=jobs, finished=finished)
+        resources.ranks.shared(list(waiting), loss, threads=resources.jobs, finished=finished)
 
 
 def _is_float(value: Any) -> bool:
