@@ -11,7 +11,7 @@ from torch import Tensor
 from adalog import Calibration, Config, DataError, QuantizedModel
 from adalog._quantize import sample_images
 from adalog.calibration.operands import OperandKind
-from adalog.cli.console import note, progress_bar, quiet, site_progress
+from adalog.cli.console import note, progress_bar, quiet
 from adalog.cli.options import Setup, read_count, read_size
 from adalog.cli.targets import find_judging, load_model
 from adalog.graph.tracing import trace
@@ -79,9 +79,9 @@ def measured(
     about: Subject, config: Config, widths: Sequence[int], progress: Progress, setup: Setup, partial: Path
 ) -> Sensitivity:
     """Measure the sensitivity of each operand of the model at each width."""
-    watch = site_progress(progress, progress.add_task("measuring sensitivity", total=1), "measuring")
-    resources, memory = setup.resources(partial, watch), setup.memory // 2
-    return sensitivity.sensitivity(about.calibration, config, [about.judged], widths, resources, memory=memory)
+    resources = setup.resources(partial, progress, "measuring sensitivity", "measuring")
+    images, memory = [about.judged], setup.memory // 2
+    return sensitivity.sensitivity(about.calibration, config, images, widths, resources, memory=memory)
 
 
 def quantize(
@@ -111,8 +111,7 @@ def quantize(
             given = {getattr(config, f"{kind}_bits") for kind in get_args(OperandKind)} - {FLOAT_BITS}
             alone = partial.with_name(f"{partial.name}.alone")
             found = measured(about, config, sorted({*sensitivity.WIDTHS, *given}), progress, setup, alone)
-        watch = site_progress(progress, progress.add_task("calibrating", total=1), config.bits)
-        resources = setup.resources(partial, watch)
+        resources = setup.resources(partial, progress, "calibrating", config.bits)
         chosen = quantize_within(about.calibration, config, found, budget, resources, notes=about.notes)
     note(told_of(chosen, found))
     widths_of = {name: dict(bits) for name, bits in chosen.plan.widths.items()}

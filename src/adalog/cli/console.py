@@ -259,11 +259,17 @@ def check_outputs(*paths: Path | str | None, reads: Sequence[Path | str | None] 
             used.add(os.path.realpath(path))
 
 
-def partial_of(out: Path) -> Path:
-    """Return the path of the partial file of a run. Raises DataError if `out` does not name a file."""
+def partial_of(out: Path, json_out: str | None, resume: bool, reads: Sequence[Path | str | None]) -> Path:
+    """Return the path of the partial file of a run, after `check_outputs` and `check_unfinished`.
+
+    Raises DataError if `out` does not name a file.
+    """
     if not out.name:
         raise DataError(f"--out {str(out)!r} does not name a file: give a file name")
-    return out.with_name(f"{out.name}.partial")
+    partial = out.with_name(f"{out.name}.partial")
+    check_outputs(out, partial, json_out, reads=reads)
+    check_unfinished(partial, resume)
+    return partial
 
 
 def check_unfinished(partial: Path, resume: bool) -> None:

@@ -93,9 +93,8 @@ def quantize(
     out.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with progress_bar() as progress, quiet():
-        watch = site_progress(progress, progress.add_task("reading images", total=1), config.bits)
+        resources = setup.resources(partial, progress, "reading images", config.bits)
         (prepared,) = _prepared(detector, data, [count], setup.seed)
-        resources = setup.resources(partial, watch)
         (quantized,) = quantize_detector(
             detector, prepared, [config], resources, parts=parts, seed=setup.seed, memory=setup.memory
         )
@@ -124,9 +123,8 @@ def measured(
     _check_data(spec, data, config.images + judged)
     detector = load_float(spec, setup.no_pretrained, setup.checkpoint)
     with progress_bar() as progress, quiet():
-        watch = site_progress(progress, progress.add_task("reading images", total=1), "measuring")
+        resources = setup.resources(partial, progress, "reading images", "measuring")
         calibrating, judging = _prepared(detector, data, [config.images, judged], setup.seed)
-        resources = setup.resources(partial, watch)
         return sensitivities(
             detector, calibrating, judging, config, widths, resources, parts=parts, seed=setup.seed, memory=setup.memory
         )

@@ -7,12 +7,13 @@ from typing import Annotated
 
 import torch
 import typer
+from rich.progress import Progress
 
 from adalog import METHODS
-from adalog.calibration.schedule import Progress, Resources
-from adalog.cli.console import Session, job, quiet
+from adalog.calibration.schedule import Resources
+from adalog.cli.console import Session, job, quiet, site_progress
 from adalog.device import default_memory
-from adalog.ranks import ALONE, Ranks
+from adalog.ranks import Ranks
 from adalog.study import sensitivity
 from adalog.study.doctor import available_cores
 
@@ -82,17 +83,18 @@ class Setup:
     jobs: int
     memory: int
     device: torch.device
-    free_sizes: bool = False
-    ranks: Ranks = ALONE
+    free_sizes: bool
+    ranks: Ranks
 
     @property
     def searches(self) -> int:
         """Number of sites to search at a time; one on a GPU, to limit its memory."""
         return self.jobs if self.device.type == "cpu" else 1
 
-    def resources(self, partial: Path, progress: Progress) -> Resources:
-        """Return the resources of the run, for work with this partial file and these reports."""
-        return Resources(self.searches, partial, progress, self.ranks)
+    def resources(self, partial: Path, progress: Progress, task: str, name: str) -> Resources:
+        """Return the resources of the run, which report on a new bar: first the task, then the name and each site."""
+        watch = site_progress(progress, progress.add_task(task, total=1), name)
+        return Resources(self.searches, partial, watch, self.ranks)
 
 
 def read_setup(

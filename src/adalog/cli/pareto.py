@@ -11,15 +11,12 @@ from rich.table import Table
 from adalog import Config, DataError
 from adalog.cli import budgets, views
 from adalog.cli.console import (
-    check_outputs,
-    check_unfinished,
     emit_json,
     partial_of,
     progress_bar,
     quiet,
     remove_finished,
     say,
-    site_progress,
     write_file,
 )
 from adalog.cli.options import (
@@ -95,9 +92,7 @@ def command(
     if out.suffix not in (".png", ".svg"):
         raise DataError(f"{out} does not end in .png or .svg: give --out such a file")
     config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # --widths replaces these bits
-    partial = partial_of(out)
-    check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, sensitivity, data, val))
-    check_unfinished(partial, resume)
+    partial = partial_of(out, json_out, resume, (source_of(model), checkpoint, sensitivity, data, val))
     known = None if sensitivity is None else study.read(sensitivity)
     about = budgets.subject(model, data, config, judged, setup)
     check_output(about.calibration.program)  # before the long work, check that the output can be evaluated
@@ -106,14 +101,14 @@ def command(
     out.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():
         found = known or budgets.measured(about, config, tried, progress, setup, partial)
-        watch = site_progress(progress, progress.add_task("quantizing", total=1), "model:")
+        resources = setup.resources(partial, progress, "quantizing", "model:")
         points = curve(
             about.calibration,
             config,
             found,
             about.loaded.module,
             about.judged,
-            setup.resources(partial, watch).named("points"),
+            resources.named("points"),
             labelled=labelled,
             count=count,
             notes=about.notes,

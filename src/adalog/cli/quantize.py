@@ -11,8 +11,6 @@ import adalog
 from adalog import Config, artifact
 from adalog.cli import budgets, detectors
 from adalog.cli.console import (
-    check_outputs,
-    check_unfinished,
     emit_json,
     partial_of,
     progress_bar,
@@ -133,9 +131,7 @@ def command(
         raise ValueError("--sensitivity needs a budget: give --budget, --target-bops, --target-fixops or --max-kl")
     if judged != JUDGED and (limits is None or sensitivity is not None):
         raise ValueError("--judged has no effect unless a budget measures its losses now: leave it out")
-    partial = partial_of(out)
-    check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, sensitivity, data))
-    check_unfinished(partial, resume)
+    partial = partial_of(out, json_out, resume, (source_of(model), checkpoint, sensitivity, data))
     setup = read_setup(no_pretrained, checkpoint, device, seed, threads, memory, free_sizes)
     if asked is not None:
         detectors.check_setup(setup)

@@ -11,8 +11,6 @@ from rich.table import Table
 from adalog import Config
 from adalog.cli import budgets, detectors
 from adalog.cli.console import (
-    check_outputs,
-    check_unfinished,
     emit_json,
     partial_of,
     progress_bar,
@@ -73,9 +71,7 @@ def command(
     setup = read_setup(no_pretrained, checkpoint, device, seed, threads, memory)
     tried = read_widths(widths)
     config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # --widths replaces these bits
-    partial = partial_of(out)
-    check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, data))
-    check_unfinished(partial, resume)
+    partial = partial_of(out, json_out, resume, (source_of(model), checkpoint, data))
     out.parent.mkdir(parents=True, exist_ok=True)
     given = detectors.parts_asked(model, parts)
     told: dict[str, Any] = {"model": model, "method": method, "calibration_images": images, "seed": seed}
