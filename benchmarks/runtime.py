@@ -34,9 +34,9 @@ The engines are:
 - openvino-int8-bf16: the same, with bfloat16 for the rest.
 
 All exported models compute attention as products and a softmax, since OpenVINO takes longer for the fused operation.
---level avx512vnni, avxvnni or avx2 limits the kernels of adalog, and oneDNN in PyTorch and OpenVINO, to the instructions
-of an older processor. The level avx512vnni includes bfloat16, which AMD supports since Zen 4. ONNX Runtime ignores the
-limit.
+--level avx512vnni, avxvnni or avx2 limits the kernels of adalog, and oneDNN in PyTorch and OpenVINO, to the
+instructions of an older processor. The level avx512vnni includes bfloat16, which AMD supports since Zen 4. ONNX Runtime
+ignores the limit.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -73,7 +73,8 @@ from adalog.version import source_hash
 IMAGES = 8  # number of noise images that calibrate other engines if weights are random
 REAL_IMAGES = 32  # number of images that calibrate all engines if weights are trained
 SEED = 0
-LIMITS = {"avx2": "AVX2", "avxvnni": "AVX2_VNNI", "avx512vnni": "AVX512_CORE_BF16"}  # levels of adalog's kernels, by oneDNN's names
+# Levels of adalog's kernels, by oneDNN's names.
+LIMITS = {"avx2": "AVX2", "avxvnni": "AVX2_VNNI", "avx512vnni": "AVX512_CORE_BF16"}
 
 Run = Callable[[Any], Any]  # maps images in the form of an engine to logits, as a tensor or an array
 
