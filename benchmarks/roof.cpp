@@ -25,6 +25,7 @@ struct Roofs {
     int64_t (*bytes)(const uint8_t* data, int64_t size, int64_t rounds);
     int64_t (*exps)(int64_t rounds);
     int64_t (*erfs)(int64_t rounds);
+    int64_t (*narrow)(int64_t rounds);
 };
 
 constexpr int CHAINS = 12;  // independent accumulators, more than the latency of an instruction in cycles
@@ -72,7 +73,7 @@ namespace roof_amx {
 #endif
 
 // Runs one loop at a level, which the caller knows to run here. what: 0 multiplies bytes, 1 reads bytes from `data`, 2
-// computes 2^x, 3 computes erf. Returns the number of products, bytes or values, or -1 if an argument is not valid.
+// computes 2^x, 3 computes erf, 4 multiplies bytes whose sums of products fit in 16 bits. Returns the number of products, bytes or values, or -1 if an argument is not valid.
 API int64_t roof(int level, int what, const uint8_t* data, int64_t size, int64_t rounds) {
     static const Roofs* all[] = {
         &roof_scalar::roofs,
@@ -84,7 +85,8 @@ API int64_t roof(int level, int what, const uint8_t* data, int64_t size, int64_t
     if (what == 0) return all[level]->dots(rounds);
     if (what == 1) return data && size >= 0 ? all[level]->bytes(data, size, rounds) : -1;
     if (what == 2) return all[level]->exps(rounds);
-    return what == 3 ? all[level]->erfs(rounds) : -1;
+    if (what == 3) return all[level]->erfs(rounds);
+    return what == 4 ? all[level]->narrow(rounds) : -1;
 }
 
 #else  // ADALOG_ROOF: the loops =========================================================================================
@@ -239,6 +241,21 @@ int64_t dots(int64_t rounds) {
     for (int i = 0; i < CHAINS; i++) asm volatile("" : "+x"(sums[i]));
     return rounds * CHAINS * 16;
 }
+// Sums of products stay in 16 bits, as if all of them fitted there.
+int64_t narrow(int64_t rounds) {
+    __m256i sums[CHAINS] = {}, left = _mm256_set1_epi32(0x01020301), right = _mm256_set1_epi32(0x01010203);
+#pragma GCC unroll 12
+    for (int i = 0; i < CHAINS; i++) asm volatile("" : "+x"(sums[i]));
+    for (int64_t round = 0; round < rounds; round++)
+#pragma GCC unroll 12
+        for (int i = 0; i < CHAINS; i++) {
+            asm volatile("" : "+x"(left));
+            sums[i] = _mm256_add_epi16(sums[i], _mm256_maddubs_epi16(left, right));
+        }
+#pragma GCC unroll 12
+    for (int i = 0; i < CHAINS; i++) asm volatile("" : "+x"(sums[i]));
+    return rounds * CHAINS * 32;
+}
 
 #else
 
@@ -289,6 +306,9 @@ int64_t bytes(const uint8_t* data, int64_t size, int64_t rounds) {
 
 }  // namespace
 
-const Roofs roofs{dots, bytes, exps, erfs};
+#if ADALOG_ROOF != 1
+int64_t narrow(int64_t rounds) { return dots(rounds); }
+#endif
+const Roofs roofs{dots, bytes, exps, erfs, narrow};
 
 #endif

@@ -22,7 +22,7 @@ from adalog.run.tape import aligned
 
 _SOURCE = Path(__file__).with_name("roof.cpp")
 _FLAGS = ("-O2", "-g0", "-std=c++17", "-fvisibility=hidden", "-fno-wrapv", "-shared", "-fPIC")  # those of the kernels
-_DOTS, _BYTES, _EXPS, _ERFS = range(4)  # loops of `roof.cpp`
+_DOTS, _BYTES, _EXPS, _ERFS, _NARROW = range(5)  # loops of `roof.cpp`
 _SECONDS = 1e-3  # approximate length of a run
 _RUNS = 25
 _CACHES = (1 << 15, 1 << 20, 1 << 25)  # bytes of the first, second and third cache, if the system does not report them
@@ -34,12 +34,14 @@ class Roofs:
     """What one thread can do per second with the kernels of one level.
 
     dots: products of two bytes, summed up.
+    narrow: such products if sums of two of them fit in 16 bits, which only AVX2 makes faster.
     exps, erfs: values of 2^x, and of erf to within 3e-5, in float32.
     reads: (size, bytes read per second) of each cache, and finally of memory, with the size 0.
     """
 
     level: str
     dots: float
+    narrow: float
     exps: float
     erfs: float
     reads: tuple[tuple[int, float], ...]
@@ -52,7 +54,7 @@ class Roofs:
         """Return the roofs in units of 10^9 per second."""
         names = [f"L{number} ({cache >> 10} KiB)" for number, (cache, _) in enumerate(self.reads[:-1], 1)]
         speeds = zip([*names, "memory"], (speed for _, speed in self.reads), strict=True)
-        giga = {name: getattr(self, name) / 1e9 for name in ("dots", "exps", "erfs")}
+        giga = {name: getattr(self, name) / 1e9 for name in ("dots", "narrow", "exps", "erfs")}
         return {"level": self.level, **giga, "reads": {name: speed / 1e9 for name, speed in speeds}}
 
 
@@ -80,7 +82,9 @@ def measure(level: str | None = None) -> Roofs:
     # Use half of a cache, since the rest of the process needs some, and less of the last one, which other cores share.
     sizes = [min(size, len(memory)) for size in (*(size // 2 for size in caches[:-1]), caches[-1] // 4)]
     reads = [(cache, speed(_BYTES, size)) for cache, size in zip(caches, sizes, strict=True)]
-    return Roofs(level, speed(_DOTS), speed(_EXPS), speed(_ERFS), (*reads, (0, speed(_BYTES, len(memory)))))
+    reads.append((0, speed(_BYTES, len(memory))))
+    dots, narrow, exps, erfs = map(speed, (_DOTS, _NARROW, _EXPS, _ERFS))
+    return Roofs(level, dots, narrow, exps, erfs, tuple(reads))
 
 
 @functools.cache

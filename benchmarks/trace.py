@@ -41,6 +41,7 @@ class Work:
 
     shape: the sizes that determine it, named in `SHAPES`.
     products: products of two bytes.
+    narrow: those of them whose sums of two products fit in 16 bits, whatever the bytes.
     exps: values of a softmax.
     erfs: values of an activation function; kernels compute them without erf.
     bytes: of the operands and results.
@@ -49,6 +50,7 @@ class Work:
 
     shape: tuple[int, ...]
     products: int = 0
+    narrow: int = 0
     exps: int = 0
     erfs: int = 0
     bytes: int = 0
@@ -75,23 +77,28 @@ def work_of(call: Call, weights: Mapping[int, Product]) -> Work:
     of: Any = call.arguments
     if isinstance(of, abi.Linear):
         product = weights[of.weights]
+        assert product.weights is not None
+        bits, _, top = product.weights.choices
         terms, columns, planes = product.site.terms, product.columns, 2 if of.more else 1
         entries, moved = of.rows * columns, planes * of.rows * terms
         erfs = entries if of.out.kind == abi.STEPS or of.out.activation else 0
         size = moved + entries * _bytes_of(of.out)
         if of.out.residual:  # a residual that all images share is read once
             size -= max(0, 4 * entries - of.out.residual_bytes)
-        return Work((of.rows, terms, columns), moved * columns, 0, erfs, size, product.nbytes)
+        products = moved * columns
+        return Work((of.rows, terms, columns), products, products * fits(top, bits), 0, erfs, size, product.nbytes)
     if isinstance(of, abi.Matrices):
         shape, moved, right = _matrices(of)
         size = moved + right + of.batches * of.heads * of.rows * of.columns * _bytes_of(of.out)
-        return Work(shape, moved * of.columns, bytes=size)
+        products = moved * of.columns
+        return Work(shape, products, products * fits(of.left.top, of.right.bits), bytes=size)
     if isinstance(of, abi.Attention):
         (batches, heads, rows, terms, keys), queries, right = _matrices(of.scores)
         exps, values = batches * heads * rows * keys, batches * heads * keys * of.columns
-        products = exps * terms + exps * of.columns * of.steps.planes
+        first, second = exps * terms, exps * of.columns * of.steps.planes
+        narrow = first * fits(of.scores.left.top, of.scores.right.bits) + second * fits(of.steps.top, of.values.bits)
         size = queries + right + values + batches * heads * rows * of.columns * _bytes_of(of.out)
-        return Work((batches, heads, rows, terms, keys, of.columns), products, exps, 0, size)
+        return Work((batches, heads, rows, terms, keys, of.columns), first + second, narrow, exps, 0, size)
     if isinstance(of, (abi.Norm, abi.Encode)):
         rows = _kept(of.out, of.rows)
         entries = rows * of.columns
@@ -106,14 +113,18 @@ def work_of(call: Call, weights: Mapping[int, Product]) -> Work:
         entries = of.images * of.channels * math.prod(output_sizes((of.height, of.width), *windows))
         size = of.images * of.channels * of.height * of.width + entries * _bytes_of(of.out)
         erfs = entries if of.out.kind == abi.STEPS or of.out.activation else 0
-        return Work(
-            (of.images, of.channels, of.height, of.width, places), entries * places, 0, erfs, size, 2 * of.factor_count
-        )
+        shape = of.images, of.channels, of.height, of.width, places
+        return Work(shape, entries * places, 0, 0, erfs, size, 2 * of.factor_count)
     if of is None:  # a call of torch, whose results are unknown here
         return Work(())
     out, args = of
     tensors = [each for arg in (out, *args) for each in (arg if isinstance(arg, (tuple, list)) else [arg])]
     return Work(tuple(out.shape), bytes=sum(each.nbytes for each in tensors if isinstance(each, Tensor)))
+
+
+def fits(top: int, bits: int) -> bool:
+    """Return True if the sum of two products of a byte up to `top` and a code of this many bits fits in 16 bits."""
+    return 2 * max(1, top) * (2**bits - 1 if bits < 8 else 128) < 2**15
 
 
 def _matrices(of: Any) -> tuple[tuple[int, ...], int, int]:
@@ -144,7 +155,7 @@ def least(work: Work, roofs: Roofs, weights: int) -> dict[str, float]:
     weights: bytes of all weights of the model, which determine the cache or memory that they are read from.
     """
     found = {
-        "products": work.products / roofs.dots,
+        "products": (work.products - work.narrow) / roofs.dots + work.narrow / roofs.narrow,
         "values": work.exps / roofs.exps + work.erfs / roofs.erfs,
         "traffic": work.bytes / roofs.read(work.bytes) + work.weights / roofs.read(weights),
     }

@@ -343,7 +343,7 @@ def test_large(tiny_timm, tiny_demo, result_of, monkeypatch):
 
 @needs_kernels
 def test_limits(tiny_demo, result_of, monkeypatch):
-    roofs = Roofs(library.levels()[-1], 1e11, 1e10, 5e9, ((1 << 15, 2e11), (0, 1e10)))
+    roofs = Roofs(library.levels()[-1], 1e11, 2e11, 1e10, 5e9, ((1 << 15, 2e11), (0, 1e10)))
     monkeypatch.setattr(limits.roof, "measure", lambda level: roofs)
     result = result_of(limits, "--model", "demo", "--batch", 1, "--seconds", 0)
     assert result["rows"][0]["over_limit"] > 0

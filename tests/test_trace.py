@@ -7,6 +7,7 @@ from benchmarks.trace import SHAPES, Work, by_operation, least, main, trace
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,12 +26,20 @@ GIGA = 1e9
 def roofs():
     """Of a processor that one can compute with."""
     level = library.levels()[-1] if library.levels() else "scalar"
-    return Roofs(level, 100 * GIGA, 10 * GIGA, 5 * GIGA, ((1 << 15, 200 * GIGA), (1 << 20, 100 * GIGA), (0, 10 * GIGA)))
+    return Roofs(
+        level,
+        100 * GIGA,
+        200 * GIGA,
+        10 * GIGA,
+        5 * GIGA,
+        ((1 << 15, 200 * GIGA), (1 << 20, 100 * GIGA), (0, 10 * GIGA)),
+    )
 
 
 def test_products_are_those_that_are_counted(quantized, roofs):
     found = trace(quantized, 3, roofs, seconds=0)
     assert sum(row["products"] for row in found["rows"]) == cost(quantized.program, [(3, 32, 32)]).integer_macs * 3
+    assert all(row["narrow"] == row["products"] for row in found["rows"])  # all operands have 4 bits
     compiled = quantized.compile("native")
     assert sum(row["weights"] for row in found["rows"]) == compiled.weight_bytes
     assert [row["operation"] for row in found["rows"]] == [call.operation for call in compiled.prepare(3).calls]
@@ -48,6 +57,8 @@ def test_the_limit_is_the_longer_of_computing_and_reading(roofs):
     assert least(computing, roofs, 1 << 15) == pytest.approx(
         {"products": 0.01, "values": 0.3, "traffic": ((1 << 15) + (1 << 10)) / (200 * GIGA), "limit": 0.31}
     )
+    narrow = replace(computing, narrow=6 * 10**8)
+    assert least(narrow, roofs, 1 << 15)["products"] == pytest.approx(0.004 + 0.003)
     reading = Work((), products=10, bytes=1 << 30, weights=1 << 20)
     found = least(reading, roofs, 1 << 20)
     assert found["limit"] == found["traffic"] == pytest.approx((1 << 30) / (10 * GIGA) + (1 << 20) / (100 * GIGA))
