@@ -121,7 +121,7 @@ class QuantizedModel(nn.Module):
             TypeError: If an input is given by name, but the model does not take the place of a module.
         """
         if torch.compiler.is_compiling():
-            _prepare_to_compile(self)
+            self._prepare_to_compile()
         if self.call is not None:
             return self.call.output_of(self._in_own_type(self.call.tensors(inputs, named)))
         if named:
@@ -129,6 +129,11 @@ class QuantizedModel(nn.Module):
         if self.example:
             self.quantized.check(inputs)
         return self.program.run(inputs)
+
+    def _prepare_to_compile(self) -> None:
+        """Let all quantizers compute their tables, which they keep."""
+        for quantizer in self.program.quantizers.values():
+            quantizer.tables()
 
     def _in_own_type(self, given: Sequence[Tensor]) -> Any:
         """Run the program in float32 and return the output in half precision if an input is."""
@@ -356,15 +361,9 @@ def quickest(model: QuantizedModel, threads: int) -> tuple[nn.Module, Executor |
     return model, None, threads
 
 
-def _prepare_to_compile(model: QuantizedModel) -> None:
-    """Let all quantizers compute their tables, which they keep."""
-    for quantizer in model.program.quantizers.values():
-        quantizer.tables()
-
-
-# `torch.compile` calls this function when it traces the model. Setting the attribute is what
+# `torch.compile` calls this method when it traces the model. Setting the attribute is what
 # `torch.compiler.assume_constant_result` does, without importing the compiler.
-_prepare_to_compile._dynamo_marked_constant = True  # type: ignore[attr-defined]
+QuantizedModel._prepare_to_compile._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _halved(value: Any, dtype: torch.dtype) -> Any:
