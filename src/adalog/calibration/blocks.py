@@ -159,7 +159,7 @@ class Blocks:
         if self.count < 2:
             return False
         source, names = self._source(number), [self.blocks[number].value_in, *names]
-        return self._keep_apart(self._batches.images, source, None) and self._keep_apart(source, names, None)
+        return self._keep_apart(self._known_apart(number), source, None) and self._keep_apart(source, names, None)
 
     @torch.no_grad()
     def streamed(
@@ -217,6 +217,16 @@ class Blocks:
             if held >= count:
                 return {**self._batches.images, block.value_in: self._held[block.value_in]}, held
         return dict(self._batches.images), self.count
+
+    def _known_apart(self, number: int) -> Chunk:
+        """Return the nearest input before this block that is held and keeps images apart, or else the model's inputs.
+
+        Later values are tested from there, because a test from the images would run the network up to every block.
+        """
+        for block in reversed(self.blocks[:number]):
+            if block.value_in in self._apart and self._held_count(block.value_in) > 1:
+                return {**self._batches.images, block.value_in: self._held[block.value_in]}
+        return dict(self._batches.images)
 
     def _held_count(self, name: str) -> int:
         """Return for how many images, counted from the first one, a block's input is held."""

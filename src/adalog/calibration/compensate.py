@@ -39,7 +39,7 @@ from adalog.device import waits_for_launches
 from adalog.errors import CalibrationError, one_line
 from adalog.graph.convolution import conv_geometry, patches
 from adalog.graph.program import Node, Program
-from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
+from adalog.graph.rewrite import Assigned, Made, SiteGroup, rewritten
 from adalog.graph.sites import find_pieces
 from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, UniformQuantizer, decibels
 from adalog.quantizers.elementwise import codes_in_turn
@@ -156,10 +156,12 @@ def corrected(
     overflow or vanish.
     """
     current = list(assigned)
+    made: Made = {}
+    before = rewritten(program, assigned, made)
     share = None if memory is None else memory // 2
     pieces = find_pieces(program)
     floats = Blocks(program, images, pieces, share)
-    quantized = Blocks(rewritten(program, current), images, pieces, share, like=floats)
+    quantized = Blocks(before, images, pieces, share, like=floats)
     floats.batch = quantized.batch = min(floats.batch, quantized.batch)
     done = 0
     for number, piece in enumerate(pieces):
@@ -168,29 +170,31 @@ def corrected(
         ran = names | {node.name for node in floats.nodes(number).nodes}  # also earlier values that read no images
         here = [index for index, (group, _) in enumerate(current) if not ran.isdisjoint(group.changes)]
         able = [index for index in inside if _can_be_corrected(program, *current[index], names)]
+        streams = {index: _stream(program, current[index][0]) if choices.target == "stream" else None for index in able}
+        beside = [name for stream in streams.values() for name in stream or ()]
         groups = [current[index][0] for index in able]
-        floats.keeps_apart(number, [name for group in groups for name in (*group.read, *group.nodes)])  # all at once
+        values = [name for group in groups for name in (*group.read, *group.nodes)]
+        floats.keeps_apart(number, [*values, *beside])  # all at once
         for index in able:
             group, assignment = current[index]
             key = f"correction of {group.name}"
             result = None if partial is None else partial.get(key, images[0].device)
             if result is None:
-                stream = _stream(program, group) if choices.target == "stream" else None
-                within = rewritten(program, [current[each] for each in here])
-                seen = _seen(floats, quantized, number, group, within, weights or {}, stream)
+                within = rewritten(program, [current[each] for each in here], made)
+                seen = _seen(floats, quantized, number, group, within, weights or {}, streams[index])
                 result = _refitted(program, group, assignment, seen, choices)
                 if partial is not None:
                     partial.add(key, result)
             current[index] = (group, result)
         if able:
-            quantized.change(number, rewritten(program, current))
+            quantized.change(number, rewritten(program, current, made))
         done += len(inside)
         if progress is not None and inside:
             progress(done, len(current), f"{current[inside[-1]][0].name} corrected")
     if choices.robust:
-        both = output_errors(program, floats, [rewritten(program, assigned), rewritten(program, current)])
-        before, after = (sum(errors.values()) for errors in both)
-        if after > before:
+        both = output_errors(program, floats, [before, rewritten(program, current, made)])
+        own, corrected_errors = (sum(errors.values()) for errors in both)
+        if corrected_errors > own:
             return list(assigned)
     return current
 
@@ -452,19 +456,43 @@ def chosen_ridge(fit: Moments, held: Moments, start: Tensor) -> float:
     """Return the ridge strength, a fraction of the mean variance, with the least error on the held-out rows."""
     origin = fit.means()
     inside, outside = fit.about(*origin), held.about(*origin)
+    measure = _errors_together if waits_for_launches(start.device) else _errors_one_by_one
+    errors, failures = measure(inside, outside, start)
+    last = outside.error(start).sum()[None]  # that of the infinite ridge
+    values = torch.cat([errors, last, failures]).tolist()  # to wait for the device only here
+    found, flags = values[: len(_RIDGES)], values[len(_RIDGES) :]
+    for index, failed in enumerate(flags):
+        if failed:
+            found[index] = float(outside.error(_target(inside, start, _RIDGES[index])).sum())
+    return min(zip(_RIDGES, found, strict=True), key=lambda pair: pair[1])[0]
+
+
+def _errors_one_by_one(inside: Moments, outside: Moments, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the error outside for each finite ridge strength, and a flag other than 0 if no factor was found."""
     variance, errors, failures = _variance(inside), [], []
     for ridge in _RIDGES[:-1]:
         form = _with_ridge(inside, ridge * variance)
         root, failed = torch.linalg.cholesky_ex(form)
         errors.append(outside.error(_solution(inside, start, form, root)).sum())
         failures.append(failed.amax())
-    errors.append(outside.error(start).sum())  # that of the infinite ridge
-    values = torch.cat([torch.stack(errors), torch.stack(failures)]).tolist()  # to wait for the device only here
-    found, flags = values[: len(errors)], values[len(errors) :]
-    for index, failed in enumerate(flags):
-        if failed:
-            found[index] = float(outside.error(_target(inside, start, _RIDGES[index])).sum())
-    return min(zip(_RIDGES, found, strict=True), key=lambda pair: pair[1])[0]
+    return torch.stack(errors), torch.stack(failures)
+
+
+def _errors_together(inside: Moments, outside: Moments, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the same as `_errors_one_by_one` up to rounding, in fewer operations, which hold all solutions at once."""
+    count, variance = len(_RIDGES) - 1, _variance(inside)
+    added = torch.stack([ridge * variance for ridge in _RIDGES[:-1]])  # (ridges, G, 1)
+    wanted = torch.addcmul(inside.yx, start, added[..., None]).mT  # (ridges, G, K, O)
+    solutions, failures = [], []
+    for each, values in zip(added.unbind(), wanted.unbind(), strict=True):
+        root, failed = torch.linalg.cholesky_ex(_with_ridge(inside, each))
+        solutions.append(torch.cholesky_solve(values, root))
+        failures.append(failed)
+    groups, outputs, columns = start.shape
+    rows = torch.stack(solutions, 1).mT.reshape(groups, count * outputs, columns)
+    along = (rows.view(groups, count, outputs, columns) * outside.yx[:, None]).sum((0, 2, 3))
+    power = ((rows @ outside.xx).mul_(rows)).view(groups, count, -1).sum((0, 2))
+    return outside.yy.sum() - 2 * along + power, torch.stack(failures).amax(1)
 
 
 def _target(moments: Moments, start: Tensor, ridge: float, floor: Tensor | float = 0.0) -> Tensor:
@@ -559,7 +587,7 @@ def _by_rows(left: Tensor, form: Tensor, levels: Quantizer, base: Tensor | None 
         if moved is None:
             moved = _row_by_row(left, form, base, levels, rows, codes)
         if rows.stop < left.shape[1]:
-            left[:, rows.stop :] -= form[:, start : rows.stop, rows.stop :].mT @ moved
+            left[:, rows.stop :].sub_(form[:, start : rows.stop, rows.stop :].mT @ moved)
     return codes
 
 
@@ -574,7 +602,7 @@ def _row_by_row(
         codes[:, here] = code = levels.quantize(value)
         level = levels.dequantize(code)
         moved[:, index] = change = ((value - level) / own if base is None else level - base[:, here])[:, 0]
-        left[:, row + 1 : rows.stop] -= form[:, row, row + 1 : rows.stop, None] * change[:, None]
+        left[:, row + 1 : rows.stop].sub_(form[:, row, row + 1 : rows.stop, None] * change[:, None])
     return moved
 
 

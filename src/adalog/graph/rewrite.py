@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,9 @@ class SiteGroup:
 
 
 Assigned = Sequence[tuple[SiteGroup, Assignment]]  # the assignment of each group, in order of execution
+# What assignments made of a program's tensors, by the node that reads them and the assignment's identity. The value
+# holds the assignment too, so that it lives as long as its identity is used.
+Made = dict[tuple[str, int], tuple[Assignment, Any]]
 
 
 def group_sites(sites: Sequence[Site], pairs: Sequence[Pair]) -> list[SiteGroup]:
@@ -71,9 +75,12 @@ def group_sites(sites: Sequence[Site], pairs: Sequence[Pair]) -> list[SiteGroup]
     return [SiteGroup(tuple(members), folded.get(members[0].name)) for members in together.values()]
 
 
-def rewritten(program: Program, assigned: Assigned) -> Program:
-    """Return the program with quantized operands, coded weights, folded norms and absorbed offsets."""
-    build = _Build(program)
+def rewritten(program: Program, assigned: Assigned, made: Made | None = None) -> Program:
+    """Return the program with quantized operands, coded weights, folded norms and absorbed offsets.
+
+    made: what earlier calls with the same program made, so that weights are not computed again; it is added to.
+    """
+    build = _Build(program, {} if made is None else made)
     for group, assignment in assigned:
         build.place(group, assignment)
     return build.program()
@@ -99,8 +106,9 @@ def absorb_offset(weight_hat: Tensor, bias: Tensor | None, offset: float) -> Ten
 class _Build:
     """A program that is being rewritten, group by group."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: Program, made: Made):
         self._program = program
+        self._made = made
         self._tensors: dict[str, Tensor] = dict(program.tensors)
         self._weights: dict[str, QuantizedTensor] = {}
         self._quantizers: dict[str, Quantizer] = {}
@@ -119,7 +127,7 @@ class _Build:
         """Quantize the operands of a group's sites."""
         first, fold = group.first, assignment.fold
         if fold is not None and group.pair is not None:
-            self._fold_norm(group.pair, fold)
+            self._fold_norm(group.pair, assignment, fold)
         if first.role in ("qk", "av"):
             right = assignment.right
             assert right is None or isinstance(right, Quantizer)
@@ -149,19 +157,27 @@ class _Build:
         start = 0
         for site in group.sites:
             end = start + self._program.tensors[site.right].shape[0]
-            bias = None if assignment.bias is None else _between(assignment.bias, start, end)
-            self._place_weight(site, inputs, _rows(assignment.right, start, end), fold, offset, bias)
+            own_bias = None if site.bias is None else self._tensors[site.bias]
+            key = site.node.name, id(assignment)
+            if key not in self._made:
+                original = self._program.tensors[site.right]
+                bias = None if assignment.bias is None else _between(assignment.bias, start, end)
+                right = _rows(assignment.right, start, end)
+                self._made[key] = assignment, _quantized_weight(original, own_bias, right, fold, offset, bias)
+            self._place_weight(site, inputs, own_bias, *self._made[key][1])
             start = end
 
-    def _fold_norm(self, pair: Pair, fold: Fold) -> None:
+    def _fold_norm(self, pair: Pair, assignment: Assignment, fold: Fold) -> None:
         norm = pair.norm
         if norm.name in self._folded:  # the norm feeds several groups
             return
-        if pair.padded:
-            fold = replace(fold, beta=torch.zeros_like(fold.beta))
         weight, bias = (self._tensors[norm.args[i].name] for i in (2, 3))
         names = [self._own(norm.args[i].name, [norm]) for i in (2, 3)]
-        self._tensors[names[0]], self._tensors[names[1]] = fold.norm(weight, bias)
+        key = norm.name, id(assignment)
+        if key not in self._made:
+            beta = torch.zeros_like(fold.beta) if pair.padded else fold.beta
+            self._made[key] = assignment, replace(fold, beta=beta).norm(weight, bias)
+        self._tensors[names[0]], self._tensors[names[1]] = self._made[key][1]
         self._nodes[norm.name] = replace(norm, args=(*norm.args[:2], *map(Ref, names), *norm.args[4:]))
         self._folded.add(norm.name)
 
@@ -181,36 +197,20 @@ class _Build:
         self,
         site: Site,
         inputs: Sequence[Ref],
-        right: Quantizer | QuantizedTensor | None,
-        fold: Fold | None,
-        offset: float,
-        given: Tensor | None,
+        bias: Tensor | None,
+        stored: QuantizedTensor | None,
+        weight: Tensor,
+        new_bias: Tensor | None,
     ) -> None:
         """Store a site's weight and bias, and let its calls read them.
 
-        inputs: the left operand of each call. given: a bias that replaces the site's own.
+        inputs: the left operand of each call. bias: the site's own. The rest is the result of `_quantized_weight`.
         """
         calls = [call.node for call in site.calls]
-        original = self._program.tensors[site.right]
-        values, shape = original.flatten(1), original.shape
-        bias = None if site.bias is None else self._tensors[site.bias]
-        new_bias = bias
-        if fold is not None and (given is None or not isinstance(right, QuantizedTensor)):
-            values, new_bias = fold.linear(original, bias)
         name = self._own(site.right, calls)
-        if right is None:
-            self._tensors[name] = values.reshape(shape)
-        else:
-            if isinstance(right, Quantizer):
-                right = QuantizedTensor.nearest(values, right)
-            lead = (-1, *(1 for _ in shape[1:]))
-            quantizer = right.quantizer.map(lambda value: value.reshape(lead))
-            self._weights[name] = stored = QuantizedTensor(right.codes.reshape(shape), quantizer)
-            self._tensors[name] = stored.dequantize()
-        if given is not None:
-            new_bias = given
-        elif offset:
-            new_bias = absorb_offset(self._tensors[name].flatten(1), new_bias, offset)
+        if stored is not None:
+            self._weights[name] = stored
+        self._tensors[name] = weight
         bias_ref = site.node.args[2] if len(site.node.args) > 2 else None
         if new_bias is not None and new_bias is not bias:
             bias_name = self._new(f"{site.name}.bias") if site.bias is None else self._own(site.bias, calls)
@@ -251,6 +251,36 @@ class _Build:
             self._program, nodes=tuple(nodes), tensors=tensors, quantizers=self._quantizers, weights=self._weights
         )
         return whole.pruned()
+
+
+def _quantized_weight(
+    original: Tensor,
+    bias: Tensor | None,
+    right: Quantizer | QuantizedTensor | None,
+    fold: Fold | None,
+    offset: float,
+    given: Tensor | None,
+) -> tuple[QuantizedTensor | None, Tensor, Tensor | None]:
+    """Return a site's codes, None if it stays float, its weight as it is computed with, and its bias.
+
+    original, bias: the float weight and bias. right: the weight's codes or quantizer. offset: what the bias absorbs.
+    given: a bias that replaces the site's own.
+    """
+    values, shape = original.flatten(1), original.shape
+    new_bias = bias
+    if fold is not None and (given is None or not isinstance(right, QuantizedTensor)):
+        values, new_bias = fold.linear(original, bias)
+    stored = None
+    weight = values.reshape(shape)
+    if right is not None:
+        if isinstance(right, Quantizer):
+            right = QuantizedTensor.nearest(values, right)
+        lead = (-1, *(1 for _ in shape[1:]))
+        stored = QuantizedTensor(right.codes.reshape(shape), right.quantizer.map(lambda value: value.reshape(lead)))
+        weight = stored.dequantize()
+    if given is not None:
+        return stored, weight, given
+    return stored, weight, absorb_offset(weight.flatten(1), new_bias, offset) if offset else new_bias
 
 
 def _rows(right: Quantizer | QuantizedTensor | None, start: int, end: int) -> Quantizer | QuantizedTensor | None:

@@ -33,6 +33,7 @@ _COLUMNS = 16
 _WIDE, _COLUMNS_OF_DIRECTION, _DIRECTIONS = 192, 3, 512
 # A large Gram matrix is computed in panels of at least `_PANEL` rows, and in at most `_PANELS` panels.
 _PANEL, _PANELS = 64, 8
+_PANEL_OF_ACCELERATOR = 1024  # with fewer rows, launches cost more than products
 # A weight's rows are sorted by their number of distinct candidates and scored in up to `_PARTS` parts, each with at
 # least `_ROWS_TOGETHER` rows.
 _PARTS, _ROWS_TOGETHER = 8, 32
@@ -318,7 +319,7 @@ def gram_matrix(rows: Tensor) -> Tensor:
     The part that mirrors another one is copied, not multiplied.
     """
     count = rows.shape[-2]
-    size = max(_PANEL, -(-count // _PANELS))
+    size = max(_PANEL_OF_ACCELERATOR if waits_for_launches(rows.device) else _PANEL, -(-count // _PANELS))
     if count <= size:
         return rows @ rows.mT
     found = rows.new_empty((*rows.shape[:-1], count))
