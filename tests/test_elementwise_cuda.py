@@ -1,4 +1,4 @@
-"""The Triton kernel, run by Triton's interpreter on the CPU: its codes are those of PyTorch, row by row."""
+"""Triton's kernels give what PyTorch gives: on a CUDA device, or else on the CPU, run by Triton's interpreter."""
 
 import os
 import subprocess
@@ -7,50 +7,184 @@ import sys
 import pytest
 import torch
 
-from adalog.quantizers import elementwise
-from test_elementwise import block, chosen, row_by_row
+from adalog.quantizers import UniformQuantizer, bounds_to_uniform, elementwise, uniform
+from adalog.search import fused, objective
+from adalog.search.objective import OwnError
+from test_elementwise import SPECIAL, block, chosen, normal, parameters, row_by_row
 
 pytest.importorskip("triton")
 
-# Triton reads the variable TRITON_INTERPRET when it is imported, so that another process has to run the kernel.
-SCRIPT = """
-import sys
-import torch
-from adalog.quantizers.elementwise_cuda import launch_codes_in_turn
-
-problems, results = torch.load(sys.argv[1]), []
-for left, form, base, parameters, bits, rows in problems:
-    span = slice(*rows)
-    blocks = left[:, span], form[:, span, span], None if base is None else base[:, span]
-    codes, moved = torch.full_like(left, -1), torch.empty_like(left[:, span]).contiguous()
-    launch_codes_in_turn(*blocks, *parameters, 2**bits - 1, codes[:, span], moved)
-    results.append((codes, moved))
-torch.save(results, sys.argv[2])
-"""
+CUDA = torch.cuda.is_available()
+INTERPRETED = not CUDA and os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when it is imported
+DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # of the interpreter
+by_kernels = pytest.mark.skipif(not CUDA and not INTERPRETED, reason="another test lets the interpreter run it")
 
 
-def test_codes_in_turn_are_those_of_pytorch(tmp_path):
-    shapes = [(1, 64, 5), (3, 7, 1), (2, 20, 17), (1, 1, 1)]
-    problems = [block(*shape, swept, 0) for shape in shapes for swept in (False, True)]
-    torch.save([(*given, (rows.start, rows.stop)) for *given, rows in problems], tmp_path / "problems")
-    command = [sys.executable, "-c", SCRIPT, tmp_path / "problems", tmp_path / "results"]
+@pytest.mark.skipif(CUDA, reason="the device itself runs the kernels")
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+def test_the_interpreter_runs_the_kernels(tmp_path):
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    for problem, results in zip(problems, torch.load(tmp_path / "results"), strict=True):
-        assert all(map(torch.equal, results, chosen(problem, row_by_row)))
+    run = subprocess.run(
+        [*command, f"--basetemp={tmp_path / 'inner'}"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_there_is_no_kernel():
-    assert elementwise._launch_codes_in_turn.__wrapped__() is None
+@pytest.mark.skipif(CUDA, reason="there is a CUDA device")
+def test_without_a_device_there_are_no_kernels():
+    assert elementwise._triton_kernels.__wrapped__() is None
+    assert elementwise.kernels(torch.ones(2)) is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def with_and_without(run, *values):
+    """What a function returns by the kernels, and by PyTorch alone on the CPU; both on the CPU."""
+    from adalog.quantizers import elementwise_cuda
+
+    def patched(kernels):
+        for module in (elementwise, fused, objective, uniform):
+            patch.setattr(module, "kernels", kernels)
+
+    def on_cpu(results):
+        return [each.cpu() for each in (results if isinstance(results, tuple) else (results,))]
+
+    calls = []
+
+    def found(*values, dtype=torch.float32):
+        calls.append(elementwise_cuda if CUDA or all(value.dtype == dtype for value in values) else None)
+        return calls[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if INTERPRETED:
+            patched(found)
+        by_kernels = on_cpu(run(*(None if value is None else value.to(DEVICE) for value in values)))
+        assert not INTERPRETED or elementwise_cuda in calls
+        patched(lambda *_, dtype=None: None)
+        patch.setattr(elementwise, "_functions", dict)
+        return by_kernels, on_cpu(run(*values))
+
+
+def assert_same(found, there):
+    """The values are equal to the bit; the interpreter rounds to bfloat16 by leaving out bits."""
+    near = torch.finfo(torch.bfloat16).eps if INTERPRETED and found.dtype == torch.bfloat16 else 0.0
+    torch.testing.assert_close(found, there, rtol=near, atol=near * 1e-30, equal_nan=True)
+
+
+# (shape of the values, dimensions with parameters of their own)
+LAYOUTS = [((6, 40), ()), ((7, 33), (0,)), ((2, 3, 5, 20), (1,)), ((3, 5, 24), (0,)), ((3, 40, 30), (0, 1))]
+
+
+def with_special(shape, seed):
+    """Random values; the first ones are zeros, subnormal and huge numbers, infinities and NaN."""
+    values = normal(shape, seed)
+    values.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL)
+    return values
+
+
+@by_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "own_dims"), LAYOUTS)
+def test_uniform_errors_are_those_of_pytorch(shape, own_dims, dtype):
+    values, count = with_special(shape, 0), 11
+    scale, zero_point = (each.detach() for each in parameters((count, *(shape[dim] for dim in own_dims)), 4, 1))
+    values[-1, ..., -1] = (scale[0] * 2.5).flatten()[0]  # a half, but for rounding
+
+    def run(*given):
+        return fused.uniform_errors(*given, 4, own_dims, dtype)
+
+    (found,), (there,) = with_and_without(run, values, scale, zero_point)
+    assert found.dtype == dtype
+    assert_same(found, there)
+
+
+@by_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(6, 40), (2, 3, 5, 20), (3, 40, 30)])
+def test_table_errors_are_those_of_pytorch(shape, dtype):
+    values, tables = normal(shape, 0), normal((9, 50), 1)
+    bins = torch.randint(50, (values.numel(),), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
+    (found,), (there,) = with_and_without(lambda *given: fused.table_errors(*given, dtype), values, bins, tables)
+    assert found.dtype == dtype
+    assert_same(found, there)
+
+
+@by_kernels
+@pytest.mark.parametrize("gram", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "own_dims"), [*LAYOUTS, ((2, 3, 70, 130), (1,)), ((9000,), ())])
+def test_sums_are_those_of_pytorch(shape, own_dims, dtype, gram):
+    base = normal(shape, 0)
+    product, error = (normal((5, *shape), seed).to(dtype) for seed in (1, 2))
+    if len(shape) > 2:  # as `products` returns them
+        product = product.movedim(0, -3).contiguous().movedim(-3, 0)
+
+    def run(product, base, error):
+        return fused.sums(product.clone(), base, error, own_dims)
+
+    found, there = with_and_without(run, product, base, error if gram else None)
+    torch.testing.assert_close(found, there, rtol=1e-5, atol=1e-2 if gram else 0.0)
+    assert found[0].dtype == torch.float32
+
+
+@by_kernels
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_own_errors_are_those_of_pytorch(bits):
+    sample = normal((3, 700), 0)
+    scale, zero_point = (each.detach() for each in parameters((10, 3), bits, 1))
+
+    def run(sample, scale, zero_point):
+        return OwnError(sample).uniform_loss(scale, zero_point, bits)
+
+    found, there = with_and_without(run, sample, scale, zero_point)
+    torch.testing.assert_close(found, there, rtol=1e-9, atol=1e-9)
+
+
+@by_kernels
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("shape", [(40, 2, 30), (2, 1000), (9, 2)])
+def test_quantizers_of_bounds_are_those_of_pytorch(shape, bits):
+    """Also for bounds on one side of zero, and for equal ones."""
+    points = normal(shape, 0).sort(dim=-1 if len(shape) < 3 else 1).values
+    points.view(-1)[:2] = 0.0
+    lower, upper = (points[:, 0], points[:, 1]) if len(shape) > 2 else (points[..., 0::2], points[..., 1::2])
+    found, there = with_and_without(lambda *given: bounds_to_uniform(*given, bits), lower, upper)
+    assert all(map(torch.equal, found, there))
+
+
+@by_kernels
+@pytest.mark.parametrize(("shape", "own"), [((3, 17, 40), ()), ((2, 6, 5, 20), (6, 1, 1)), ((3, 2500), (3, 1))])
+@pytest.mark.parametrize("whole", [True, False])
+def test_fake_quantization_is_that_of_pytorch(shape, own, whole):
+    """With zero points that are whole numbers, and with others."""
+    x, (scale, zero_point) = with_special(shape, 0), (each.detach() for each in parameters(own, 4, 1))
+
+    def run(x, scale, zero_point):
+        return UniformQuantizer(scale, zero_point, 4).fake_quantize(x)
+
+    (found,), (there,) = with_and_without(run, x, scale, zero_point if whole else zero_point + 0.3)
+    assert_same(found, there)
+
+
+@by_kernels
 @pytest.mark.parametrize("swept", [False, True])
-@pytest.mark.parametrize("shape", [(1, 64, 200), (3, 7, 1), (2, 20, 17)])
-def test_codes_in_turn_on_a_device_are_those_of_pytorch(shape, swept):
-    left, form, base, parameters, bits, rows = problem = block(*shape, swept, 0)
-    there = left.cuda(), form.cuda(), None if base is None else base.cuda(), [value.cuda() for value in parameters]
-    results = chosen((*there, bits, rows), elementwise.codes_in_turn)
+@pytest.mark.parametrize("shape", [(1, 64, 5), (3, 7, 1), (2, 20, 17), (1, 1, 1)])
+def test_codes_in_turn_are_those_of_pytorch(shape, swept):
+    problem = block(*shape, swept, 0)
+    left, form, base, parameters, bits, rows = problem
+    there = left.to(DEVICE), form.to(DEVICE), None if base is None else base.to(DEVICE)
+    there = (*there, [value.to(DEVICE) for value in parameters], bits, rows)
+    results = chosen(there, elementwise.codes_in_turn if CUDA else launched)
     assert all(map(torch.equal, (result.cpu() for result in results), chosen(problem, row_by_row)))
+
+
+def launched(left, form, base, parameters, bits, rows, codes):
+    """As `elementwise.codes_in_turn` launches the kernel on a device."""
+    from adalog.quantizers.elementwise_cuda import launch_codes_in_turn
+
+    span = slice(rows.start, rows.stop)
+    blocks = left[:, span], form[:, span, span], None if base is None else base[:, span]
+    moved = torch.empty_like(left[:, span]).contiguous()
+    launch_codes_in_turn(*blocks, *parameters, 2**bits - 1, codes[:, span], moved)
+    return moved

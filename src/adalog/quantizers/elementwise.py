@@ -3,13 +3,15 @@
 Each function returns None if the library cannot compute it: without a library, for other dtypes and devices, and for
 parameters that vary from one value to the next. The caller then uses PyTorch, which takes several passes. The values
 are the same to the bit, but sums are added in another order. The library does not check the sizes that it gets.
-On CUDA devices, Triton chooses codes in turn (`elementwise_cuda.py`).
+On CUDA devices, kernels of Triton take the place of the library's functions for searches and corrections
+(`elementwise_cuda.py`).
 """
 
 import ctypes
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,7 @@ _CORRECTION = {
     "codes_in_turn": (*(_POINTER,) * 5, ctypes.c_double, *_THREE, *(_SIZE,) * 4, _POINTER, _POINTER),
 }
 _MOST_ROWS = 64  # whose codes are chosen in one call
+_MOST_ELEMENTS = 2**31  # that the kernels of Triton can number
 _LEAST = 16  # consecutive values that share parameters; with fewer, PyTorch is faster
 
 
@@ -86,19 +89,33 @@ def _taken(name: str, x: Tensor, *parameters: Tensor) -> tuple[Callable[..., Non
     All parameters must have the same shape. x must be contiguous, unless one parameter serves all values: then x may
     have any layout without gaps.
     """
-    call, shape = compiled(name, x, *parameters), parameters[0].shape
-    if call is None or any(each.shape != shape for each in parameters) or len(shape) > x.ndim:
+    call, sizes = compiled(name, x, *parameters), _sizes_for(x, parameters)
+    return None if call is None or sizes is None else (call, sizes)
+
+
+def _sizes_for(x: Tensor, parameters: Sequence[Tensor]) -> tuple[int, int, int] | None:
+    """Return the sizes of x around the dimensions in which the parameters vary, or None if these do not fit."""
+    shape = parameters[0].shape
+    if any(each.shape != shape for each in parameters) or len(shape) > x.ndim:
         return None
     own = [(dim, size) for dim, size in enumerate(shape, x.ndim - len(shape)) if size != 1]
     if not own:
-        return call, (1, 1, x.numel())
+        return 1, 1, x.numel()
     found = sizes_around(x.shape, [dim for dim, _ in own])
     fits = x.is_contiguous() and all(x.shape[dim] == size for dim, size in own)
-    return (call, found) if fits and found is not None and found[2] >= _LEAST else None
+    return found if fits and found is not None and found[2] >= _LEAST else None
 
 
 def nearest_uniform(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor | None:
     """Return the same values as `uniform_fake_quantize`, in the layout of x."""
+    found = kernels(x, scale, zero_point)
+    if found is not None:
+        sizes = _sizes_for(x, (scale, zero_point))
+        if sizes is None or not x.is_contiguous() or not x.numel():
+            return None
+        result = torch.empty_like(x)
+        found.nearest_uniform(x, scale.contiguous(), zero_point.contiguous(), 2**bits - 1, sizes, result)
+        return result
     taken = _taken("nearest_uniform", x, scale, zero_point)
     if taken is None:
         return None
@@ -173,11 +190,11 @@ def codes_in_turn(
     blocks = left[:, span], form[:, span, span], None if base is None else base[:, span]
     moved = torch.empty((groups, len(rows), outputs), dtype=left.dtype, device=left.device)
     if left.device.type == "cuda":
-        launch = _launch_codes_in_turn()
-        if launch is None:
+        found = kernels(*wholes, form, dtype=torch.float64)
+        if found is None:
             return None
         with torch.cuda.device(left.device):
-            launch(*blocks, *parameters, 2**bits - 1, codes[:, span], moved)
+            found.launch_codes_in_turn(*blocks, *parameters, 2**bits - 1, codes[:, span], moved)
         return moved
     call = compiled("codes_in_turn", *wholes, form, dtype=torch.float64)
     if call is None:
@@ -188,14 +205,26 @@ def codes_in_turn(
     return moved
 
 
+def kernels(*values: Tensor, dtype: torch.dtype = torch.float32) -> Any:
+    """Return the module of Triton's kernels if it can take these values, else None.
+
+    It takes tensors of one dtype on a CUDA device, of fewer than 2**31 elements each.
+    """
+    able = all(value.is_cuda and value.dtype == dtype and value.numel() < _MOST_ELEMENTS for value in values)
+    if not able or not are_values(*values) or any(value.is_neg() for value in values):
+        return None
+    return _triton_kernels()
+
+
 @functools.cache
-def _launch_codes_in_turn() -> Callable[..., None] | None:
-    """Return the function that launches Triton's kernel, or None if Triton is missing or cannot compile it here."""
+def _triton_kernels() -> Any:
+    """Return the module of Triton's kernels, or None if Triton is missing or cannot compile them here."""
     try:
-        from adalog.quantizers.elementwise_cuda import launch_codes_in_turn
+        from adalog.quantizers import elementwise_cuda
 
         one = torch.ones(1, 1, 1, dtype=torch.float64, device="cuda")
-        launch_codes_in_turn(one, one, None, one, one, 1, torch.empty_like(one), torch.empty_like(one))
+        others = torch.empty_like(one), torch.empty_like(one)
+        elementwise_cuda.launch_codes_in_turn(one, one, None, one, one, 1, *others)
     except Exception:  # Triton's compiler raises errors of many types, such as when there is no C compiler
         return None
-    return launch_codes_in_turn
+    return elementwise_cuda

@@ -1,10 +1,16 @@
-"""Choose codes in turn on a CUDA device, in one launch of a Triton kernel for a block of rows.
+"""Elementwise work of searches and corrections on a CUDA device, in one launch of a Triton kernel each.
 
-PyTorch takes about eight launches per row instead. `elementwise.codes_in_turn` imports this module only for tensors on
-such a device, because Triton is optional. As in the compiled library, nothing is contracted to fused multiply-adds, so
-that both choose the same codes from the same numbers.
+PyTorch takes several launches instead, and writes a value for each candidate and element in between.
+`elementwise.kernels` imports this module only for tensors on such a device, because Triton is optional. As in the
+compiled library, nothing is contracted to fused multiply-adds, and numbers are rounded to whole ones with halves to
+even, so that codes and errors are the same from the same numbers. Sums are added in another order.
+
+No function waits for the device. All tensors have fewer than 2**31 elements.
 """
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,6 +19,11 @@ _ROWS = 64  # held in registers
 _WIDTH = 8  # outputs per program: with few of them there are many programs, each of one warp
 _WHOLE = 1.5 * 2.0**52  # added to a float64 of moderate size, it rounds to whole numbers, halves to even
 _MODERATE = 2.0**22  # beyond all codes
+_WHOLE_FLOAT, _MODERATE_FLOAT = 1.5 * 2.0**23, 2.0**20  # the same for float32
+_BLOCK = 1024  # elements that a program computes at a time
+_CANDIDATES = 8  # for which a program reads each value once
+_CHUNK = 4 * _BLOCK  # elements that a program adds up at most
+_LEVELS = 256  # of one or several candidates, in a program
 
 
 def launch_codes_in_turn(
@@ -37,6 +48,116 @@ def launch_codes_in_turn(
     tensors = (left, form, base, scale, zero_point, codes, moved)
     sizes = (_ROWS, _WIDTH, _WHOLE, _MODERATE)
     _codes_in_turn[grid](*tensors, float(top), rows, outputs, *strides, *sizes, num_warps=1, enable_fp_fusion=False)
+
+
+def uniform_errors(
+    values: Tensor, scale: Tensor, zero_point: Tensor, top: int, sizes: Sequence[int], matrix: int, result: Tensor
+) -> None:
+    """Fill `result` with the errors that k uniform quantizers add to the values.
+
+    values: float32, contiguous. scale, zero_point: float32, (k, own), contiguous. sizes: of the values before, in and
+    after the dimensions that have parameters of their own. matrix: the number of elements of each matrix; all
+    candidates of a matrix follow one another in `result`.
+    """
+    count, total = len(scale), values.numel()
+    numbers = (float(top), count, total, *sizes[1:], matrix)
+    grid = (triton.cdiv(total, _BLOCK), triton.cdiv(count, _CANDIDATES))
+    with torch.cuda.device_of(values):
+        _uniform_errors[grid](
+            *(values, scale, zero_point, result, *numbers),
+            *(_BLOCK, _CANDIDATES, _WHOLE_FLOAT, _MODERATE_FLOAT),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+
+def nearest_uniform(
+    values: Tensor, scale: Tensor, zero_point: Tensor, top: int, sizes: Sequence[int], result: Tensor
+) -> None:
+    """Fill `result` with the values after quantization.
+
+    values, result: float32, contiguous. scale, zero_point: float32, contiguous, one number for each of the dimensions
+    that have parameters of their own. sizes: as in `uniform_errors`.
+    """
+    numbers = (float(top), values.numel(), *sizes[1:])
+    with torch.cuda.device_of(values):
+        _nearest_uniform[(triton.cdiv(values.numel(), _BLOCK),)](
+            *(values, scale, zero_point, result, *numbers),
+            *(_BLOCK, _WHOLE_FLOAT, _MODERATE_FLOAT),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+
+def table_errors(values: Tensor, bins: Tensor, tables: Tensor, matrix: int, result: Tensor) -> None:
+    """Fill `result` with table[bins] - values for each row of the tables, (k, n).
+
+    values, tables: float32, contiguous. bins: int32, contiguous, one per value. matrix: as in `uniform_errors`.
+    """
+    (count, width), total = tables.shape, values.numel()
+    grid = (triton.cdiv(total, _BLOCK), triton.cdiv(count, _CANDIDATES))
+    with torch.cuda.device_of(values):
+        _table_errors[grid](
+            *(values, bins, tables, result, count, width, total, matrix),
+            *(_BLOCK, _CANDIDATES),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+
+def sums(product: Tensor, base: Tensor, error: Tensor | None, sizes: Sequence[int], matrix: int, count: int) -> Tensor:
+    """Return the sums of (product + base)**2, or of (product + 2 base) error, for k candidates: float32, (k, own).
+
+    product, error: float32 or bfloat16, both the same, contiguous; all candidates of a matrix follow one another. base:
+    float32, contiguous. sizes, matrix: as in `uniform_errors`, but of the base.
+    """
+    before, own, after = sizes
+    block = _BLOCK if after > _BLOCK // 4 else _BLOCK // 4
+    chunk = min(_CHUNK, triton.cdiv(after, block) * block)
+    parts = triton.cdiv(after, chunk)
+    found = torch.empty(count, own, before * parts, dtype=torch.float32, device=base.device)
+    numbers = (count, before, own, after, matrix, parts, chunk)
+    with torch.cuda.device_of(base):
+        _sums[(found.numel(),)](product, base, error, found, *numbers, block, num_warps=4, enable_fp_fusion=False)
+    return found.sum(2) if before * parts > 1 else found[..., 0]
+
+
+def own_errors(ordered: Tensor, sums: Tensor, squares: Tensor, levels: Tensor, thresholds: Tensor) -> Tensor:
+    """Return the squared errors (K, G) of quantizers of sorted samples.
+
+    ordered: (G, T), ascending in each row. sums, squares: (G, T + 1), the sums of the first values, and of their
+    squares. levels, thresholds: (K, G, L) and (K, G, L - 1), ascending. All are float64 and contiguous.
+    """
+    count, groups, size = levels.shape
+    padded = triton.next_power_of_2(size)
+    together, length = max(1, _LEVELS // padded), ordered.shape[1]
+    found = torch.empty(count, groups, dtype=torch.float64, device=levels.device)
+    numbers = (count * groups, groups, length, size, length.bit_length())
+    with torch.cuda.device_of(levels):
+        _own_errors[(triton.cdiv(count * groups, together),)](
+            *(ordered, sums, squares, levels, thresholds, found, *numbers),
+            *(together, padded),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return found
+
+
+def uniform_of_bounds(lower: Tensor, upper: Tensor, top: int, least: float) -> tuple[Tensor, Tensor]:
+    """Return (scale, zero_point) of the uniform quantizers that span [lower, upper], as `bounds_to_uniform` does.
+
+    lower, upper: float32, (k, n), with stride 1 in the last dimension. least: the least scale.
+    """
+    scale, zero_point = (torch.empty(lower.shape, dtype=lower.dtype, device=lower.device) for _ in range(2))
+    numbers = (float(top), least, lower.numel(), lower.shape[1], lower.stride(0), upper.stride(0))
+    with torch.cuda.device_of(lower):
+        _uniform_of_bounds[(triton.cdiv(lower.numel(), _BLOCK // 4),)](
+            *(lower, upper, scale, zero_point, *numbers),
+            *(_BLOCK // 4, _WHOLE_FLOAT),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return scale, zero_point
 
 
 # Sizes and strides are not specialised, so that one compiled kernel serves all weights.
@@ -92,3 +213,222 @@ def _codes_in_turn(  # type: ignore[no-untyped-def]
         tl.store(codes + at, code, mask=inside)
         tl.store(moved + (group * rows + number) * outputs + output, change, mask=inside)
         pull = pull - later[:, None] * change[None, :]
+
+
+@triton.jit(do_not_specialize=("top", "count", "total", "own", "after", "matrix"))  # type: ignore[untyped-decorator]
+def _uniform_errors(  # type: ignore[no-untyped-def]
+    values,
+    scale,
+    zero_point,
+    result,
+    top,
+    count,
+    total,
+    own,
+    after,
+    matrix,
+    block: tl.constexpr,
+    candidates: tl.constexpr,
+    whole: tl.constexpr,
+    moderate: tl.constexpr,
+):
+    place = tl.program_id(0) * block + tl.arange(0, block)
+    inside = place < total
+    value = tl.load(values + place, mask=inside, other=0.0)
+    group = (place // after) % own
+    at = (place // matrix) * (count * matrix) + place % matrix
+    first = tl.program_id(1) * candidates
+    for number in range(candidates):
+        candidate = first + number
+        taken = inside & (candidate < count)
+        step = tl.load(scale + candidate * own + group, mask=taken, other=1.0)
+        low = -tl.load(zero_point + candidate * own + group, mask=taken, other=0.0)
+        high = low + top
+        steps = tl.div_rn(value, step)
+        steps = tl.where(steps < -moderate, -moderate, steps)
+        steps = tl.where(steps > moderate, moderate, steps)
+        steps = (steps + whole) - whole
+        steps = tl.where(steps < low, low, steps)
+        steps = tl.where(steps > high, high, steps)
+        error = steps * step - value
+        tl.store(result + at + candidate * matrix, error.to(result.dtype.element_ty), mask=taken)
+
+
+@triton.jit(do_not_specialize=("top", "total", "own", "after"))  # type: ignore[untyped-decorator]
+def _nearest_uniform(  # type: ignore[no-untyped-def]
+    values,
+    scale,
+    zero_point,
+    result,
+    top,
+    total,
+    own,
+    after,
+    block: tl.constexpr,
+    whole: tl.constexpr,
+    moderate: tl.constexpr,
+):
+    place = tl.program_id(0) * block + tl.arange(0, block)
+    inside = place < total
+    value = tl.load(values + place, mask=inside, other=0.0)
+    group = (place // after) % own
+    step = tl.load(scale + group, mask=inside, other=1.0)
+    zero = tl.load(zero_point + group, mask=inside, other=0.0)
+    code = tl.div_rn(value, step)
+    code = tl.where(code < -moderate, -moderate, code)
+    code = tl.where(code > moderate, moderate, code)
+    code = (code + whole) - whole + zero
+    code = tl.where(code < 0.0, 0.0, code)
+    code = tl.where(code > top, top, code)
+    tl.store(result + place, (code - zero) * step, mask=inside)
+
+
+@triton.jit(do_not_specialize=("count", "width", "total", "matrix"))  # type: ignore[untyped-decorator]
+def _table_errors(  # type: ignore[no-untyped-def]
+    values,
+    bins,
+    tables,
+    result,
+    count,
+    width,
+    total,
+    matrix,
+    block: tl.constexpr,
+    candidates: tl.constexpr,
+):
+    place = tl.program_id(0) * block + tl.arange(0, block)
+    inside = place < total
+    value = tl.load(values + place, mask=inside, other=0.0)
+    number_of_bin = tl.load(bins + place, mask=inside, other=0)
+    at = (place // matrix) * (count * matrix) + place % matrix
+    first = tl.program_id(1) * candidates
+    for number in range(candidates):
+        candidate = first + number
+        taken = inside & (candidate < count)
+        level = tl.load(tables + candidate * width + number_of_bin, mask=taken, other=0.0)
+        tl.store(result + at + candidate * matrix, (level - value).to(result.dtype.element_ty), mask=taken)
+
+
+@triton.jit(do_not_specialize=("count", "before", "own", "after", "matrix", "parts", "chunk"))  # type: ignore[untyped-decorator]
+def _sums(  # type: ignore[no-untyped-def]
+    product,
+    base,
+    error,
+    result,
+    count,
+    before,
+    own,
+    after,
+    matrix,
+    parts,
+    chunk,
+    block: tl.constexpr,
+):
+    program = tl.program_id(0)
+    first = (program % parts) * chunk
+    rest = program // parts
+    lead = rest % before
+    group = (rest // before) % own
+    candidate = rest // before // own
+    start = (lead * own + group) * after
+    total = tl.zeros((block,), dtype=tl.float32)
+    for offset in range(0, chunk, block):
+        inner = first + offset + tl.arange(0, block)
+        inside = inner < after
+        place = start + inner
+        at = (place // matrix) * (count * matrix) + candidate * matrix + place % matrix
+        value = tl.load(product + at, mask=inside, other=0.0).to(tl.float32)
+        shared = tl.load(base + place, mask=inside, other=0.0)
+        if error is not None:
+            total += (value + 2.0 * shared) * tl.load(error + at, mask=inside, other=0.0).to(tl.float32)
+        else:
+            value = value + shared
+            total += value * value
+    tl.store(result + program, tl.sum(total, axis=0))
+
+
+@triton.jit(do_not_specialize=("total", "groups", "length", "size", "halvings"))  # type: ignore[untyped-decorator]
+def _own_errors(  # type: ignore[no-untyped-def]
+    ordered,
+    sums,
+    squares,
+    levels,
+    thresholds,
+    result,
+    total,
+    groups,
+    length,
+    size,
+    halvings,
+    together: tl.constexpr,
+    padded: tl.constexpr,
+):
+    row = tl.program_id(0) * together + tl.arange(0, together)
+    number = tl.arange(0, padded)[None, :]
+    inside = (row < total)[:, None] & (number < size)
+    group = (row % groups)[:, None]
+    level = tl.load(levels + row[:, None] * size + number, mask=inside, other=0.0)
+    cuts = thresholds + row[:, None] * (size - 1) + number
+    above = inside & (number < size - 1)
+    below = inside & (number > 0)
+    upper = tl.load(cuts, mask=above, other=0.0)
+    lower = tl.load(cuts - 1, mask=below, other=0.0)
+    # The numbers of values below both cuts of each level, each by a binary search between two places.
+    begin = tl.where(below, 0, 0)
+    begin_most = tl.where(below, length, 0)
+    end = tl.where(above, 0, length)
+    end_most = tl.where(inside, length, length)
+    for _ in range(halvings):
+        open_begin = begin < begin_most
+        middle = (begin + begin_most) // 2
+        value = tl.load(ordered + group * length + middle, mask=open_begin, other=0.0)
+        passed = open_begin & (value < lower)
+        begin = tl.where(passed, middle + 1, begin)
+        begin_most = tl.where(open_begin & (value >= lower), middle, begin_most)
+        open_end = end < end_most
+        middle = (end + end_most) // 2
+        value = tl.load(ordered + group * length + middle, mask=open_end, other=0.0)
+        passed = open_end & (value < upper)
+        end = tl.where(passed, middle + 1, end)
+        end_most = tl.where(open_end & (value >= upper), middle, end_most)
+    ends = group * (length + 1) + end
+    begins = group * (length + 1) + begin
+    sum_between = tl.load(sums + ends, mask=inside, other=0.0) - tl.load(sums + begins, mask=inside, other=0.0)
+    error = tl.load(squares + ends, mask=inside, other=0.0) - tl.load(squares + begins, mask=inside, other=0.0)
+    error = error - 2.0 * level * sum_between + level * level * (end - begin).to(tl.float64)
+    error = tl.where(inside, error, 0.0)
+    tl.store(result + row, tl.sum(error, axis=1), mask=row < total)
+
+
+@triton.jit(do_not_specialize=("top", "least", "total", "groups", "lower_stride", "upper_stride"))  # type: ignore[untyped-decorator]
+def _uniform_of_bounds(  # type: ignore[no-untyped-def]
+    lower,
+    upper,
+    scale,
+    zero_point,
+    top,
+    least,
+    total,
+    groups,
+    lower_stride,
+    upper_stride,
+    block: tl.constexpr,
+    whole: tl.constexpr,
+):
+    place = tl.program_id(0) * block + tl.arange(0, block)
+    inside = place < total
+    row = place // groups
+    column = place % groups
+    low = tl.load(lower + row * lower_stride + column, mask=inside, other=0.0)
+    high = tl.load(upper + row * upper_stride + column, mask=inside, other=0.0)
+    low = tl.where(low > 0.0, 0.0, low)
+    high = tl.where(high < 0.0, 0.0, high)
+    tops = tl.zeros((block,), dtype=tl.float32) + top
+    step = tl.div_rn(high - low, tops)
+    step = tl.where(step < least, least, step)
+    zero = tl.div_rn(-low, step)
+    zero = (zero + whole) - whole
+    zero = tl.where(zero < 0.0, 0.0, zero)
+    zero = tl.where(zero > top, top, zero)
+    tl.store(scale + place, step, mask=inside)
+    tl.store(zero_point + place, zero, mask=inside)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adalog.errors import ArtifactError
-from adalog.quantizers.elementwise import nearest_uniform
+from adalog.quantizers.elementwise import kernels, nearest_uniform
 from adalog.quantizers.quantizer import (
     Quantizer,
     at_least_float32,
@@ -58,8 +58,15 @@ def bounds_to_uniform(lower: Tensor, upper: Tensor, bits: int) -> tuple[Tensor, 
     The range is widened to include zero, which stays exact. The result is differentiable, so that bounds can be
     trained: gradients pass through the rounding of the zero point.
     """
-    lower, upper = lower.clamp(max=0), upper.clamp(min=0)
     top = 2**bits - 1
+    trained = torch.is_grad_enabled() and (lower.requires_grad or upper.requires_grad)
+    found = None if trained or lower.shape != upper.shape else kernels(lower, upper)
+    if found is not None and lower.ndim and lower.numel():
+        ends = [each.reshape(len(each), -1) for each in (lower, upper)]
+        ends = [each if each.stride(1) == 1 else each.contiguous() for each in ends]
+        scale, zero_point = found.uniform_of_bounds(*ends, top, least_scale(lower.dtype))
+        return scale.view(lower.shape), zero_point.view(lower.shape)
+    lower, upper = lower.clamp(max=0), upper.clamp(min=0)
     scale = ((upper - lower) / top).clamp(min=least_scale(lower.dtype))
     return scale, round_ste(-lower / scale).clamp(0, top)
 

@@ -30,11 +30,10 @@ class Distinct:
     def of(points: Tensor) -> "Distinct":
         """Find the distinct candidates among points (K, P, *groups).
 
-        Only float32 points of one or two hyperparameters are compared; all other points count as distinct. So do all
-        points on an accelerator, which would have to be waited for to learn how many are distinct.
+        Only float32 points of one or two hyperparameters are compared; all other points count as distinct.
         """
         count, dims, *groups = points.shape
-        if count == 1 or dims > 2 or points.dtype != torch.float32 or waits_for_launches(points.device):
+        if count == 1 or dims > 2 or points.dtype != torch.float32:
             counts = torch.full(groups, count, device=points.device)
             places = torch.arange(count, device=points.device).view(-1, *(1 for _ in groups))
             return Distinct(points, counts, places.expand(count, *groups))
@@ -56,9 +55,14 @@ class Distinct:
 
 
 def once(loss: Callable[[Tensor], Tensor], settled: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a function with the same losses that scores candidates only once if they are equal after `settled`."""
+    """Return a function with the same losses that scores candidates only once if they are equal after `settled`.
+
+    On an accelerator, which would have to wait for the number of distinct candidates, all are scored.
+    """
 
     def scored(points: Tensor) -> Tensor:
+        if waits_for_launches(points.device):
+            return loss(settled(points))
         found = Distinct.of(settled(points))
         return found.to_all(loss(found.points))
 

@@ -1,26 +1,38 @@
-"""Elementwise work on the candidates of a search, in one pass if there is a compiled library.
+"""Elementwise work on the candidates of a search, in one pass if there is a compiled library or a kernel.
 
-The library's functions are in `quantizers/elementwise.cpp`. Without the library, and for other dtypes and devices,
-PyTorch takes several passes. Errors are the same to the bit, but sums are added in another order. The library does not
-check the sizes that it gets, so PyTorch handles shapes that do not fit.
+The library's functions are in `quantizers/elementwise.cpp`, and the kernels for CUDA in
+`quantizers/elementwise_cuda.py`. Without them, and for other dtypes and devices, PyTorch takes several passes. Errors
+are the same to the bit, but sums are added in another order. The library and the kernels do not check the sizes that
+they get, so PyTorch handles shapes that do not fit.
 
-In the library, candidates (k, *batch, T, I) lie in memory as (*batch, k, T, I). The candidates of one matrix are then
+In both, candidates (k, *batch, T, I) lie in memory as (*batch, k, T, I). The candidates of one matrix are then
 adjacent, and `products` computes them as one product. Candidates in another order are copied.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adalog.device import waits_for_launches
-from adalog.quantizers.elementwise import KINDS, compiled, sizes_around
+from adalog.quantizers.elementwise import KINDS, compiled, kernels, sizes_around
+
+# Sums of fewer values than this are left to PyTorch on CUDA devices.
+_LEAST_SUMMED = 16
+_MOST_ELEMENTS = 2**31  # of all candidates together, which a kernel numbers
 
 
 def _function(name: str, dtype: torch.dtype, *values: Tensor) -> Callable[..., None] | None:
     """Return the library's function for these values and this dtype of results, or None if it does not take them."""
     return compiled(f"{name}_{KINDS.get(dtype)}", *values)
+
+
+def _kernels(count: int, dtype: torch.dtype, *values: Tensor) -> Any:
+    """Return the module of kernels if it can take these values, the first one with `count` candidates, else None."""
+    able = dtype in KINDS and 0 < count * values[0].numel() < _MOST_ELEMENTS
+    return kernels(*values) if able else None
 
 
 def _matrix(values: Tensor) -> int:
@@ -66,6 +78,13 @@ def uniform_errors(
     function = _function("uniform_errors", dtype, values, scale, zero_point)
     sizes = sizes_around(values.shape, own_dims)
     fit = sizes is not None and scale.numel() == zero_point.numel() == len(scale) * sizes[1]
+    found = _kernels(len(scale), dtype, values, scale, zero_point)
+    if found is not None and sizes is not None and fit:
+        values, scale, zero_point = values.contiguous(), *(each.reshape(len(each), -1) for each in (scale, zero_point))
+        result = _empty(len(scale), values, dtype)
+        parameters = scale.contiguous(), zero_point.contiguous(), 2**bits - 1
+        found.uniform_errors(values, *parameters, sizes, _matrix(values), result)
+        return result
     if function is None or sizes is None or not fit:
         scale, zero_point = (shaped_against(each, values.shape, own_dims) for each in (scale, zero_point))
         # The same values as those of `uniform_fake_quantize`, with fewer passes over the candidates.
@@ -75,8 +94,8 @@ def uniform_errors(
         return steps.mul_(scale).sub_(values).to(dtype)
     values, scale, zero_point = (each.contiguous() for each in (values, scale, zero_point))
     result = _empty(len(scale), values, dtype)
-    parameters = scale.data_ptr(), zero_point.data_ptr(), 2**bits - 1, len(scale)
-    function(values.data_ptr(), *sizes, _matrix(values), *parameters, result.data_ptr())
+    pointers = scale.data_ptr(), zero_point.data_ptr()
+    function(values.data_ptr(), *sizes, _matrix(values), *pointers, 2**bits - 1, len(scale), result.data_ptr())
     return result
 
 
@@ -89,6 +108,10 @@ def table_errors(values: Tensor, bins: Tensor, tables: Tensor, dtype: torch.dtyp
     function = _function("table_errors", dtype, values, tables) if fit else None
     result = _empty(len(tables), values, dtype)
     values, bins, tables = values.contiguous(), bins.contiguous(), tables.contiguous()
+    found = _kernels(len(tables), dtype, values, tables) if bins.dtype == torch.int32 else None
+    if found is not None and bins.numel() == values.numel():
+        found.table_errors(values, bins, tables, _matrix(values), result)
+        return result
     if function is None and waits_for_launches(values.device):  # one launch for all candidates
         return tables.index_select(1, bins.view(-1)).view(result.shape).sub_(values).to(dtype)
     if function is None:
@@ -110,7 +133,15 @@ def sums(product: Tensor, base: Tensor, error: Tensor | None, own_dims: Sequence
     """
     function, sizes = _function("sums", product.dtype, base), sizes_around(base.shape, own_dims)
     fit = product.shape[1:] == base.shape and (error is None or error.shape == product.shape)
-    if function is None or sizes is None or not fit or (error is not None and error.dtype != product.dtype):
+    fit = fit and (error is None or error.dtype == product.dtype)
+    found = _kernels(len(product), product.dtype, base)
+    if found is not None and sizes is not None and fit and sizes[2] >= _LEAST_SUMMED:
+        count, base, product = len(product), base.contiguous(), _together(product).contiguous()
+        error = None if error is None else _together(error).contiguous()
+        shape = count, *(base.shape[dim] for dim in own_dims)
+        added: Tensor = found.sums(product, base, error, sizes, _matrix(base), count)
+        return added.view(shape)
+    if function is None or sizes is None or not fit:
         alpha = 1 if error is None else 2
         alike = product.dtype == base.dtype
         product = product.add_(base, alpha=alpha) if alike else torch.add(product, base, alpha=alpha)

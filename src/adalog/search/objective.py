@@ -18,6 +18,7 @@ from torch import Tensor
 
 from adalog.device import chunk_elements, multiplies_bfloat16, waits_for_launches
 from adalog.quantizers import at_least_float32
+from adalog.quantizers.elementwise import kernels
 from adalog.search.distinct import Distinct
 from adalog.search.fused import products, sums
 from adalog.search.quantiles import ascending, coprime, thinned
@@ -273,10 +274,12 @@ class ProductError:
         together. On an accelerator, which would have to wait for the numbers of distinct candidates, all are scored.
         """
         whole = self.loss_by(errors)
-        by_rows = self._has_own_rows and not self.stacked and not waits_for_launches(self.left.device)
+        by_rows = self._has_own_rows and not self.stacked
         together = max(_ROWS_TOGETHER, -(-len(self.left) // _PARTS))
 
         def loss(points: Tensor) -> Tensor:
+            if waits_for_launches(points.device):
+                return whole(settled(points))
             found = Distinct.of(settled(points))
             if not by_rows or int(found.counts.min()) == len(found.points):
                 return found.to_all(whole(found.points))
@@ -365,6 +368,12 @@ class OwnError:
     def loss(self, levels: Tensor, thresholds: Tensor) -> Tensor:
         """Return the errors (K, G) of quantizers with levels (K, G, L) and thresholds (K, G, L - 1), both ascending."""
         count, groups, size = levels.shape
+        found = kernels(self.sorted, self.sums, self.squares, levels, thresholds, dtype=torch.float64)
+        if found is not None:
+            errors: Tensor = found.own_errors(
+                self.sorted, self.sums, self.squares, levels.contiguous(), thresholds.contiguous()
+            )
+            return errors
         chunk = max(1, 4 * chunk_elements(levels.device) // (groups * size))
         if count > chunk:
             chunks = zip(levels.split(chunk), thresholds.split(chunk), strict=True)
