@@ -15,7 +15,7 @@ random. The parts are, in the order in which they are measured:
 - agreement: on how many evaluation images of the bundled model the executor `torch`, and fake quantization on the
   processor, predict the class that fake quantization predicts.
 - sqnr: the SQNR of all sites minus that on the processor, for the bundled model and for the first model, cut to
-  --blocks blocks.
+  --blocks blocks, with 8 images each, because the processor is slow.
 - compiled: images per second of fake quantization with `torch.compile`, for batches of --batch images, and the seconds
   of compiling.
 - kernels: for the search and the correction of the first model, the launches of kernels, the share of the time in which
@@ -67,6 +67,7 @@ _SHOWN = 15  # kernels in a table
 _SEGMENT = 1.0  # seconds that one profile covers at least: a profile of millions of kernels would not fit its buffer
 _STEPS = (30, 6)  # training steps that are measured, and those before them that warm up
 _STEP_IMAGES = 64  # of which a block holds an eighth out, so that the largest step has enough
+_COMPARED = 8  # images with which the SQNR on two devices is compared
 _LONG_ENOUGH = 0.5  # seconds to measure the speed of an evaluation
 
 
@@ -373,11 +374,12 @@ def main() -> None:
             rows.append(measure_agreement(device, choices, given.json))
             keep("agreement", rows)
     if "sqnr" in wanted:
-        calibrating = demo.calibration_images()[: given.images].to(device)
-        rows = [{"model": "demo", **compare_devices(demo.load_model().to(device), calibrating, config)}]
+        few = replace(config, images=_COMPARED)
+        calibrating = demo.calibration_images()[:_COMPARED].to(device)
+        rows = [{"model": "demo", **compare_devices(demo.load_model().to(device), calibrating, few)}]
         keep("sqnr", rows)
         small = build(name, given.blocks).to(device)
-        rows.append({"model": short(name), "blocks": given.blocks, **compare_devices(small, images, config)})
+        rows.append({"model": short(name), "blocks": given.blocks, **compare_devices(small, images[:_COMPARED], few)})
         keep("sqnr", rows)
     if "compiled" in wanted:
         keep("compiled", measure_compiled(first, images, config, given.batch, given.backend))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adalog.graph.operations import FAKE_QUANTIZE
-from adalog.graph.program import Node, Program, Ref, map_refs
+from adalog.graph.program import Node, Program, Ref, map_refs, refs_of
 from adalog.graph.tracing import Axis, image_axes, keeps_images_apart, size_in_bytes, sizes, trace
 
 Chunk = dict[str, Tensor]  # the program's inputs and other values, by name, for some of the images
@@ -23,8 +23,13 @@ def cut(program: Program, known: Iterable[str], output: Any, fixed: Mapping[str,
     on.
     """
     known = [name for name in known if name not in program.inputs]
-    nodes = tuple(_with_numbers(node, fixed) for node in program.nodes if node.name not in known)
-    return replace(program, inputs=(*program.inputs, *known), nodes=nodes, output=output).pruned()
+    needed, nodes = set(refs_of(output)), []
+    for node in reversed(program.nodes):
+        if node.name in needed and node.name not in known:
+            nodes.append(fitted := _with_numbers(node, fixed))
+            needed.update(fitted.refs())
+    tensors = {name: value for name, value in program.tensors.items() if name in needed}
+    return replace(program, inputs=(*program.inputs, *known), nodes=tuple(nodes[::-1]), output=output, tensors=tensors)
 
 
 def _with_numbers(node: Node, fixed: Mapping[str, int]) -> Node:

@@ -39,7 +39,7 @@ from adalog.device import waits_for_launches
 from adalog.errors import CalibrationError, one_line
 from adalog.graph.convolution import conv_geometry, patches
 from adalog.graph.program import Node, Program
-from adalog.graph.rewrite import Assigned, Made, SiteGroup, rewritten
+from adalog.graph.rewrite import Assigned, Made, SiteGroup, exact_bias, rewritten
 from adalog.graph.sites import find_pieces
 from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, UniformQuantizer, decibels
 from adalog.quantizers.elementwise import codes_in_turn
@@ -406,7 +406,7 @@ def _refitted(
         codes.to(torch.uint8).reshape(shape), levels.map(lambda value: value.to(dtype).reshape(*shape[:-1], 1))
     )
     found = stored.dequantize().double().reshape(start.shape)
-    own = _own_bias(program, group, assignment).double().reshape(mean_y.shape) + (start @ mean_x[..., None])[..., 0]
+    own = exact_bias(program, group, assignment).double().reshape(mean_y.shape) + (start @ mean_x[..., None])[..., 0]
     bias = (own.lerp(mean_y, choices.coefficient) - (found @ mean_x[..., None])[..., 0]).flatten()
     signal = whole.yy if both.rows > 1 else mean_y.square()  # a single row equals its mean
     gap = mean_y - (found @ mean_x[..., None])[..., 0] - bias.reshape(mean_y.shape)
@@ -424,13 +424,6 @@ def _gain(moments: Moments, weight: Tensor, mean_y: Tensor) -> Tensor:
     least = _ROUNDING * moments.count * mean_y.square().sum()
     varies = (power > least) & (wanted > least)  # not so for constant outputs, or a single row
     return torch.where(varies, (wanted / power).sqrt().clamp(*_GAINS), 1.0)
-
-
-def _own_bias(program: Program, group: SiteGroup, assignment: Assignment) -> Tensor:
-    """Return the biases of a group's float weights for the inputs that the assignment gives them: (O,)."""
-    exact = rewritten(program, [(group, replace(assignment, right=None, bias=None))])
-    nodes = {node.name: node for node in exact.nodes}
-    return torch.cat([bias_of(nodes[site.node.name], exact) for site in group.sites])
 
 
 def bias_of(node: Node, program: Program) -> Tensor:

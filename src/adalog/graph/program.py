@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -107,6 +107,20 @@ class Program:
     def traces(self) -> dict[Any, dict[str, Any]]:
         """The values without data by the shapes and dtypes of the inputs, which `graph.tracing.trace` keeps here."""
         return {}
+
+    @cached_property
+    def uses(self) -> Mapping[str, int]:
+        """How often each value that is read at all is read by the nodes and the output."""
+        return Counter([*refs_of(self.output), *(name for node in self.nodes for name in node.refs())])
+
+    @cached_property
+    def of_inputs(self) -> Set[str]:
+        """The names of the values that depend on the inputs."""
+        found = set(self.inputs)
+        for node in self.nodes:
+            if not found.isdisjoint(node.refs()):
+                found.add(node.name)
+        return found
 
     def run(
         self,

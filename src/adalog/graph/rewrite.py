@@ -1,6 +1,5 @@
 """Build the quantized program from a program and the quantizers assigned to its sites."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from adalog.graph.convolution import conv_geometry
 from adalog.graph.operations import FAKE_QUANTIZE
-from adalog.graph.program import Node, Program, Ref, refs_of
+from adalog.graph.program import Node, Program, Ref
 from adalog.graph.sites import Pair, Site
 from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer
 
@@ -94,6 +93,22 @@ def absorbs_offset(site: Site) -> bool:
     return site.role == "linear" or (site.role == "conv" and not any(conv_geometry(site.node)[1]))
 
 
+def _absorbed(site: Site, quantizer: Quantizer | None) -> tuple[float, Quantizer | None]:
+    """Return the offset that a site's bias absorbs, and the quantizer of its input after that."""
+    return (0.0, quantizer) if quantizer is None or not absorbs_offset(site) else quantizer.absorbed()
+
+
+def exact_bias(program: Program, group: SiteGroup, assignment: Assignment) -> Tensor:
+    """Return the biases of a group's float weights for the inputs that the assignment gives them: (O,)."""
+    offset, _ = _absorbed(group.first, assignment.left)
+    biases = []
+    for site in group.sites:
+        weight, own = program.tensors[site.right], None if site.bias is None else program.tensors[site.bias]
+        *_, bias = _quantized_weight(weight, own, None, assignment.fold, offset, None)
+        biases.append(weight.new_zeros(len(weight)) if bias is None else bias.expand(len(weight)))
+    return torch.cat(biases)
+
+
 def absorb_offset(weight_hat: Tensor, bias: Tensor | None, offset: float) -> Tensor:
     """Return the bias b - offset * W_hat 1 (Eq. 15), for an input that keeps its offset.
 
@@ -116,12 +131,6 @@ class _Build:
         self._nodes: dict[str, Node] = {node.name: node for node in program.nodes}
         self._folded: set[str] = set()
         self._names = {*program.inputs, *program.tensors, *self._nodes}
-        self._uses = Counter(refs_of(program.output))
-        self._of_images = set(program.inputs)  # the values that depend on the inputs
-        for node in program.nodes:
-            self._uses.update(node.refs())
-            if not self._of_images.isdisjoint(node.refs()):
-                self._of_images.add(node.name)
 
     def place(self, group: SiteGroup, assignment: Assignment) -> None:
         """Quantize the operands of a group's sites."""
@@ -132,7 +141,7 @@ class _Build:
             right = assignment.right
             assert right is None or isinstance(right, Quantizer)
             left, right = assignment.left, right and right.map(_untransposed)
-            if left is not None and first.left not in self._of_images:
+            if left is not None and first.left not in self._program.of_inputs:
                 left = left.map(_without_lead)
             refs = (
                 self._fake(first, first.left, f"{first.name}.left", left),
@@ -140,10 +149,8 @@ class _Build:
             )
             self._nodes[first.node.name] = replace(first.node, args=(*refs, *first.node.args[2:]))
             return
-        quantizer, offset = assignment.left, 0.0
+        offset, quantizer = _absorbed(first, assignment.left)
         groups = conv_geometry(first.node)[-1] if first.role == "conv" else 1
-        if quantizer is not None and absorbs_offset(first):
-            offset, quantizer = quantizer.absorbed()
         if quantizer is not None and groups > 1 and quantizer.scale.numel() > 1:
             channels = self._program.tensors[first.right].shape[1]
             quantizer = quantizer.map(
@@ -240,7 +247,7 @@ class _Build:
 
     def _own(self, name: str, nodes: Sequence[Node]) -> str:
         """Return the tensor's name, or a new name for these nodes if other nodes read the tensor too."""
-        return name if self._uses[name] == len(nodes) else f"{name}#{nodes[0].name}"
+        return name if self._program.uses.get(name, 0) == len(nodes) else f"{name}#{nodes[0].name}"
 
     def program(self) -> Program:
         nodes = [

@@ -1,5 +1,6 @@
 """Find the sites, LayerNorm pairs and blocks of a program from its flow of data, never from names."""
 
+import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -194,8 +195,8 @@ def find_source(program: Program, makers: Mapping[str, Node], name: str) -> Sour
     if node.op == "aten.softmax.int":
         return Source("softmax", name, 0.0)
     if node.op in BY_OPERATION:
-        minimum = minimum_of(lambda x: resolve(node.op)(x, *node.args[1:], **node.kwargs))
-        return Source(BY_OPERATION[node.op].name, name, minimum)
+        kwargs = tuple(sorted(node.kwargs.items()))
+        return Source(BY_OPERATION[node.op].name, name, _minimum_of_operation(node.op, node.args[1:], kwargs))
     gain = _quick_gelu_gain(makers, node)
     if gain is not None:
         return Source("silu" if gain == 1 else "quick_gelu", name, minimum_of(lambda x: x * torch.sigmoid(gain * x)))
@@ -218,6 +219,12 @@ def _quick_gelu_gain(makers: Mapping[str, Node], node: Node) -> float | None:
             if numbers and x in inner.args:
                 return float(numbers[0])
     return None
+
+
+@functools.cache
+def _minimum_of_operation(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> float:
+    """Return `minimum_of` for an activation, which a network has many times, with these arguments after the values."""
+    return minimum_of(lambda x: resolve(op)(x, *args, **dict(kwargs)))
 
 
 def minimum_of(function: Any) -> float:
