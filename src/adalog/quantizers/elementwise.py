@@ -136,6 +136,11 @@ def nearest_log(
     places: the number of trailing bits of such a value that its bin number leaves out, and the number of the first bin.
     tables: the threshold in each bin, and the levels above and below it, bin by bin; contiguous.
     """
+    module = kernels(x, scale, *tables) if scale.numel() == 1 and x.numel() else None
+    if module is not None:
+        result = torch.empty_like(x, memory_format=torch.contiguous_format)
+        module.nearest_log(x.contiguous(), offset, scale, span, places, *tables, result)
+        return result
     taken = _taken("nearest_log", x, scale) if scale.numel() == 1 and compiled("nearest_log", *tables) else None
     if taken is None:
         return None

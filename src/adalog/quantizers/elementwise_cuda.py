@@ -89,6 +89,27 @@ def nearest_uniform(
         )
 
 
+def nearest_log(
+    values: Tensor,
+    offset: float,
+    scale: Tensor,
+    span: tuple[float, float],
+    places: tuple[int, int],
+    ends: Tensor,
+    levels: Tensor,
+    result: Tensor,
+) -> None:
+    """Fill `result` with the nearest level of each value, for a logarithmic quantizer with one scale.
+
+    values, result, ends, levels: float32, contiguous. The arguments are those of `elementwise.nearest_log`.
+    """
+    numbers = (offset, *span, *places, values.numel())
+    with torch.cuda.device_of(values):
+        _nearest_log[(triton.cdiv(values.numel(), _BLOCK),)](
+            *(values, scale, ends, levels, result, *numbers), _BLOCK, num_warps=4, enable_fp_fusion=False
+        )
+
+
 def table_errors(values: Tensor, bins: Tensor, tables: Tensor, matrix: int, result: Tensor) -> None:
     """Fill `result` with table[bins] - values for each row of the tables, (k, n).
 
@@ -281,6 +302,34 @@ def _nearest_uniform(  # type: ignore[no-untyped-def]
     code = tl.where(code < 0.0, 0.0, code)
     code = tl.where(code > top, top, code)
     tl.store(result + place, (code - zero) * step, mask=inside)
+
+
+@triton.jit(do_not_specialize=("offset", "lowest", "highest", "drop", "first", "total"))  # type: ignore[untyped-decorator]
+def _nearest_log(  # type: ignore[no-untyped-def]
+    values,
+    scale,
+    ends,
+    levels,
+    result,
+    offset,
+    lowest,
+    highest,
+    drop,
+    first,
+    total,
+    block: tl.constexpr,
+):
+    place = tl.program_id(0) * block + tl.arange(0, block)
+    inside = place < total
+    value = tl.load(values + place, mask=inside, other=0.0) + offset
+    ratio = tl.div_rn(value, tl.zeros((block,), dtype=tl.float32) + tl.load(scale))
+    ratio = tl.where(ratio >= lowest, ratio, lowest)  # also for NaN
+    ratio = tl.where(ratio > highest, highest, ratio)
+    number = (ratio.to(tl.int32, bitcast=True) >> drop) - first
+    end = tl.load(ends + number, mask=inside, other=0.0)
+    # Of each bin, the first of two levels is for the values above its threshold.
+    level = tl.load(levels + 2 * number + tl.where(end < ratio, 0, 1), mask=inside, other=0.0)
+    tl.store(result + place, level, mask=inside)
 
 
 @triton.jit(do_not_specialize=("count", "width", "total", "matrix"))  # type: ignore[untyped-decorator]
