@@ -15,7 +15,7 @@ random. The parts are, in the order in which they are measured:
 - agreement: on how many evaluation images of the bundled model the executor `torch`, and fake quantization on the
   processor, predict the class that fake quantization predicts.
 - sqnr: the SQNR of all sites minus that on the processor, for the bundled model and for the first model, cut to
-  --blocks blocks, with 8 images each, because the processor is slow.
+  --blocks blocks, with 8 images at most, because the processor is slow.
 - compiled: images per second of fake quantization with `torch.compile`, for batches of --batch images, and the seconds
   of compiling.
 - kernels: for the search and the correction of the first model, the launches of kernels, the share of the time in which
@@ -374,12 +374,12 @@ def main() -> None:
             rows.append(measure_agreement(device, choices, given.json))
             keep("agreement", rows)
     if "sqnr" in wanted:
-        few = replace(config, images=_COMPARED)
-        calibrating = demo.calibration_images()[:_COMPARED].to(device)
+        few = replace(config, images=min(_COMPARED, given.images))
+        calibrating = demo.calibration_images()[: few.images].to(device)
         rows = [{"model": "demo", **compare_devices(demo.load_model().to(device), calibrating, few)}]
         keep("sqnr", rows)
         small = build(name, given.blocks).to(device)
-        rows.append({"model": short(name), "blocks": given.blocks, **compare_devices(small, images[:_COMPARED], few)})
+        rows.append({"model": short(name), "blocks": given.blocks, **compare_devices(small, images[: few.images], few)})
         keep("sqnr", rows)
     if "compiled" in wanted:
         keep("compiled", measure_compiled(first, images, config, given.batch, given.backend))
