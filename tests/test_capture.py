@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import zoo
 from adalog import CaptureError
+from adalog.graph.canonical import UNFOLDED
 from adalog.graph.capture import capture
 from adalog.graph.operations import OPERATIONS, PRODUCTS
 from adalog.graph.program import Output
@@ -671,5 +672,59 @@ def test_refuses_images_that_are_not_numbers(tiny):
 
 
 def test_refuses_a_model_that_is_random_from_call_to_call():
-    with pytest.raises(CaptureError, match="may behave differently from call to call"):
+    with pytest.raises(CaptureError, match="behaves differently from call to call"):
         capture(Toy(lambda m, x: F.dropout(x, training=True)), IMAGES)
+
+
+def positions_by_masks(x, patch=8):
+    """Return the number of each patch of (B, C, H, W), (B, N), as models for images of several sizes compute it."""
+    mask = torch.ones(len(x), x.shape[2] // patch, x.shape[3] // patch, dtype=torch.bool)
+    bounds = torch.arange(1 / mask.shape[1], 1, 1 / mask.shape[1])
+    places = torch.zeros(len(x), mask[0].numel(), dtype=torch.long)
+    steps = torch.arange(mask.shape[1]) / mask[:, :, 0].sum(1)[:, None]
+    down = torch.bucketize(steps.clamp(max=1 - 1e-6), bounds, right=True)
+    numbers = (down[:, :, None] * mask.shape[2] + down[:, None, :]).reshape(len(x), -1)
+    flat = mask.view(len(x), -1)
+    places[flat] = numbers[flat]
+    return places, flat
+
+
+def masked_attention(model, x):
+    """Attend to all patches: without a mask if it hides nothing, as transformers does unless it is being traced."""
+    places, mask = positions_by_masks(x)
+    tokens = model.patch(x).flatten(2).transpose(1, 2) + model.position(places)
+    whole = not torch.compiler.is_compiling() and bool(mask.all())
+    return F.scaled_dot_product_attention(
+        tokens, tokens, tokens, None if whole else mask[:, None], is_causal=whole and model.causal
+    )
+
+
+def patches_with_positions(*, causal):
+    torch.manual_seed(0)
+    return Toy(masked_attention, patch=nn.Conv2d(3, 8, 8, 8), position=nn.Embedding(16, 8), causal=causal)
+
+
+def test_captures_positions_that_masks_and_buckets_choose():
+    model = patches_with_positions(causal=False)
+    program = capture(model, IMAGES)
+    assert torch.allclose(program.run([IMAGES]), model(IMAGES), atol=1e-5)
+
+
+def test_refuses_a_model_that_is_another_one_while_it_is_exported():
+    with pytest.raises(CaptureError, match=r"computes something else while torch\.export records it"):
+        capture(patches_with_positions(causal=True), IMAGES)
+
+
+def test_compares_outputs_that_are_whole_numbers():
+    def labels(model, x):
+        scores = x.mean((2, 3))
+        return (-scores if torch.compiler.is_compiling() else scores).argmax(1)
+
+    with pytest.raises(CaptureError, match=r"by 1 of the values of an output .*something else while torch.export"):
+        capture(Toy(labels), IMAGES)
+
+
+def test_asks_to_report_an_operation_that_is_read_wrongly(monkeypatch):
+    monkeypatch.setitem(UNFOLDED, "aten.relu.default", lambda call: call.emit("aten.neg.default", *call.args))
+    with pytest.raises(CaptureError, match="adalog read an operation of the exported model wrongly"):
+        capture(Toy(lambda m, x: F.relu(x)), IMAGES)

@@ -27,6 +27,8 @@ from adalog.graph.program import Arg, Node, Output, Program, Ref, given_leaves, 
 from adalog.graph.sizes import rule_of
 
 TOLERANCE = 1e-4  # largest allowed difference between program and model, as a fraction of the largest output
+# Largest allowed fraction of whole numbers and booleans that differ, because rounding decides between equal values.
+_FLIPPED = 0.01
 BATCHES = (1, 2, 7)  # batch sizes at which program and model are compared
 # A limit on the batch size counts as no limit from this many images on. cuDNN normalises up to 65,535 images at once.
 _MANY = 65_535
@@ -496,21 +498,57 @@ def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
                 f"{given}: {tuple(actual.shape)} instead of {tuple(expected.shape)}. The model may take another code "
                 "path for such inputs, or behave differently from call to call: use code that treats all batches alike"
             )
-        if not expected.is_floating_point() or not expected.numel():
-            continue
-        same = expected == actual  # includes equal infinities, which a mask may contain
-        largest = expected.masked_fill(same & expected.isinf(), 0).abs().max().item()
-        error = (expected - actual).masked_fill(same, 0).abs().max().item() / max(largest, 1e-30)
-        if not error <= TOLERANCE:
-            why = (
-                "The images may contain NaN: check how they are prepared"
-                if math.isnan(error)
-                else "The model may behave differently from call to call: make its outputs depend on its inputs alone"
-            )
+        error = _difference(expected, actual)
+        if not error <= _allowed(expected):
             raise CaptureError(
-                f"the captured program of {type(model).__name__} differs from the model by {error:.2g} of the largest "
-                f"output on {given} (at most {TOLERANCE:g} is allowed). {why}"
+                f"the captured program of {type(model).__name__} differs from the model by {error:.2g} of "
+                f"{'the largest output' if expected.is_floating_point() else 'the values of an output'} on {given} "
+                f"(at most {_allowed(expected):g} is allowed). {_why_unlike(model, inputs, wanted, error)}"
             )
+
+
+def _difference(expected: Tensor, actual: Tensor) -> float:
+    """Return the largest difference between two outputs, as a fraction of the largest output.
+
+    For whole numbers and booleans, return the fraction of the values that differ.
+    """
+    if not expected.numel():
+        return 0.0
+    same = expected == actual  # includes equal infinities, which a mask may contain
+    if not expected.is_floating_point():
+        return 1 - same.double().mean().item()
+    largest = expected.masked_fill(same & expected.isinf(), 0).abs().max().item()
+    return (expected - actual).masked_fill(same, 0).abs().max().item() / max(largest, 1e-30)
+
+
+def _allowed(expected: Tensor) -> float:
+    return TOLERANCE if expected.is_floating_point() else _FLIPPED
+
+
+def _why_unlike(model: nn.Module, inputs: tuple[Any, ...], wanted: Sequence[Any], error: float) -> str:
+    """Return a sentence that says why a program may differ from its model by this error, and what to do.
+
+    wanted: the outputs of the model on the inputs.
+    """
+    if math.isnan(error):
+        return "The images may contain NaN: check how they are prepared"
+
+    def unlike(made: Any) -> bool:
+        values = zip(wanted, (value for value in pytree.tree_leaves(made) if value is not None), strict=True)
+        pairs = [(one, other) for one, other in values if isinstance(one, Tensor)]
+        return any(one.shape != other.shape or not _difference(one, other) <= _allowed(one) for one, other in pairs)
+
+    recorded = exported(model, take(inputs, [0, 1]), False).module()
+    with full_float32():
+        if unlike(run_on(model, inputs)):
+            return "The model behaves differently from call to call: make its outputs depend on its inputs alone"
+        if unlike(run_on(recorded, inputs)):
+            return (
+                "The model computes something else while torch.export records it, so its code, or a library that it "
+                "calls, asks whether it is being traced or compiled: make both paths compute the same values, for "
+                'example with attn_implementation="eager" in a model of transformers'
+            )
+    return f"adalog read an operation of the exported model wrongly, so please report this model, and {WITHOUT_IT}"
 
 
 def _of_another_size(program: Program, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
