@@ -21,6 +21,7 @@ from adalog.errors import CalibrationError
 from adalog.graph.capture import capture
 from adalog.graph.sites import find_sites
 from strategies import normal
+from toys import Toy
 
 
 class Network(nn.Module):
@@ -66,7 +67,7 @@ def test_several_probes_are_averaged(network):
 
 
 def test_large_images_run_one_at_a_time(network, monkeypatch):
-    """The gradients stay the same if the memory allows only one image in a pass, and one value in a comparison."""
+    """The gradients stay the same if the memory allows only one image in a pass, and few values in a comparison."""
     _, images, program, names = network
     probes = [given_probe(normal(len(images), 4, seed=seed)) for seed in (1, 2)]
 
@@ -75,14 +76,47 @@ def test_large_images_run_one_at_a_time(network, monkeypatch):
 
     expected = squared_gradients(program, (images,), names.values(), probes, means)
     sizes, run = [], type(program).run
+
+    def recorded(self, given, *rest):
+        sizes.extend([len(given[0])] * (not given[0].is_meta))
+        return run(self, given, *rest)
+
     monkeypatch.setattr(gradients, "_BATCH_BYTES", 1)
-    monkeypatch.setattr(
-        type(program), "run", lambda self, given, *rest: sizes.append(len(given[0])) or run(self, given, *rest)
-    )
+    monkeypatch.setattr(gradients, "_COMPARED_BYTES", 1)
+    monkeypatch.setattr(type(program), "run", recorded)
     found = squared_gradients(program, (images,), names.values(), probes, means)
-    assert sizes == [2, 1, 1] * len(names) + [1] * len(images)
+    assert sizes == [2, 1, 1] + [1] * len(images)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value)
+
+
+@pytest.mark.parametrize("memory", [1, 8_000, 100_000])
+def test_a_program_in_stretches_has_the_same_gradients(memory):
+    """Each stretch runs again for the backward pass. Its values are read later, given out, or lead to nothing."""
+
+    def function(model, x):
+        first, second = model.first(x).chunk(2, -1)
+        middle = model.second(torch.relu(first) * second)
+        places = middle.argmax(-1)
+        last = model.third(middle + x) + places[:, None]
+        return {"last": last + first.sum(-1, keepdim=True), "middle": middle, "places": places, "input": x}
+
+    layers = {"first": nn.Linear(6, 12), "second": nn.Linear(6, 6), "third": nn.Linear(6, 6)}
+    images = normal(40, 6)
+    program = capture(Toy(function, **layers).double(), images)
+    names = [node.name for node in program.nodes if node.op == "aten.linear.default"]
+
+    def squares(memory):
+        probes = [hessian_probe(torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+        return squared_gradients(program, (images,), names, probes, memory=memory)
+
+    expected, found = squares(None), squares(memory)
+    assert found.keys() == expected.keys() == {*names}
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+    traced = gradients.trace(program, (images,))
+    ends = gradients._ends(program, traced, gradients._bytes_made(program, traced), memory)
+    assert len(ends) > 1 or memory == 100_000
 
 
 def test_the_program_is_not_changed(network):

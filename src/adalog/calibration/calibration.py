@@ -177,7 +177,7 @@ class Calibration:
         head = frozenset(self._blocks[-1].nodes)
         self._unfolded = functools.partial(why_unfolded, sites=self.sites, shapes=self._shapes, head=head)
         self._shared = Shared(
-            self.program, self.images, self.groups, self._blocks, self._observed, seed, self._unfolded
+            self.program, self.images, self.groups, self._blocks, self._observed, seed, self._unfolded, memory // 2
         )
         self._found: dict[Any, Any] = {}  # folds and assignments, by everything that they depend on
         self._assigned: dict[Any, Assignment] = {}  # results of whole searches, including those of other ranks

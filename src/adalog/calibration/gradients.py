@@ -1,17 +1,20 @@
 """Compute how much each value inside a program matters to its output, as squared gradients."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adalog.calibration.batches import Batches, Chunk
 from adalog.device import waits_for_launches
 from adalog.errors import CalibrationError
 from adalog.graph.operations import aten
-from adalog.graph.program import Node, Program, leaves_of
+from adalog.graph.program import Node, Program, evaluate, leaves_of, refs_of
 from adalog.graph.tracing import image_axes, keeps_images_apart, size_in_bytes, trace
+from adalog.search.quantiles import coprime
 
 # (the program's differentiable outputs for some images, the slice of these images) -> the gradient of a loss with
 # respect to each output.
@@ -21,6 +24,8 @@ BATCH = 4  # images per draw of a probe, and per backward pass on a CPU
 _BATCH_OF_ACCELERATOR = 32
 # The most bytes of values in a backward pass over several images. Large images run one at a time.
 _BATCH_BYTES = 4 << 30
+# If two images together and each of them alone have more bytes of values than this, a part of the values is compared.
+_COMPARED_BYTES = 1 << 28
 _NORMALISED = aten("batch_norm.default instance_norm.default")  # their statistics take no gradient
 
 
@@ -100,14 +105,16 @@ def squared_gradients(
     names: Collection[str],
     probes: Sequence[Probe],
     reduced: Callable[[str, Tensor], Tensor] = lambda _, squares: squares,
+    memory: int | None = None,
 ) -> dict[str, Tensor]:
     """Return the squared gradient of each named value, averaged over probes and scaled to mean 1.
 
     reduced: maps a name and the squared gradients of a batch to what is kept of them; it keeps the images apart. A
     value that no gradient reaches gets ones, so that all its errors count equally. Each batch of `BATCH` images (more
     on an accelerator) takes one forward, and one backward per probe. A batch has fewer images if the values of `BATCH`
-    images exceed `_BATCH_BYTES`. If some value does not keep images apart, all images form one batch. Raises
-    CalibrationError if no output has a gradient.
+    images exceed `_BATCH_BYTES`. If some value does not keep images apart, all images form one batch. memory: bytes for
+    the values of a batch; a program that makes more runs in stretches, whose values are computed again for the backward
+    pass. None: no limit. Raises CalibrationError if no output has a gradient.
     """
     traced = trace(program, images)
     names = [
@@ -117,19 +124,21 @@ def squared_gradients(
     ]
     dimensions, count = _image_dimensions(program, images, traced, names), len(images[0])
     draw = few = count if dimensions is None else BATCH
+    made = _bytes_made(program, traced)
     if dimensions is not None:
-        few = min(draw, max(1, _BATCH_BYTES * count // max(1, _bytes_made(program, traced))))
+        few = min(draw, max(1, _BATCH_BYTES * count // max(1, sum(made))))
     batch = max(draw, _BATCH_OF_ACCELERATOR) if waits_for_launches(images[0].device) and few == draw else few
     statistics = {ref.name for node in program.nodes if node.op in _NORMALISED for ref in node.args[3:5] if ref}
     leaves = {name: value.detach() if name in statistics else _leaf(value) for name, value in program.tensors.items()}
-    free = replace(program, tensors=leaves)
+    free = Batches(replace(program, tensors=leaves), images)
+    ends = _ends(program, traced, made, None if memory is None else memory * count // batch)
     # Large values are reduced after each probe, which saves memory. The last bits differ from a reduction at the end,
     # so all others are reduced at the end.
     each, whole = (reduced, _unchanged) if few < draw else (_unchanged, reduced)
     batches: dict[str, list[Tensor]] = {name: [] for name in names}
     for start in range(0, count, batch):
         which = slice(start, min(start + batch, count))
-        for name, value in _squares_of_batch(free, images, which, names, probes, min(draw, batch), each).items():
+        for name, value in _squares_of_batch(free, which, names, probes, min(draw, batch), each, ends).items():
             batches[name].append(whole(name, value))
     together = {
         name: values[0] if dimensions is None else torch.cat(values, dimensions[name])
@@ -142,50 +151,127 @@ def _unchanged(_: str, squares: Tensor) -> Tensor:
     return squares
 
 
-def _bytes_made(program: Program, traced: Mapping[str, Any]) -> int:
-    """Return the bytes of all values that the nodes of a program make; a view counts with the value that it views."""
-    values = [leaf for node in program.nodes for leaf in leaves_of(traced[node.name]) if isinstance(leaf, Tensor)]
-    return sum({(made := value.untyped_storage())._cdata: made.nbytes() for value in values}.values())
+def _bytes_made(program: Program, traced: Mapping[str, Any]) -> list[int]:
+    """Return the bytes of the values that each node of a program makes; a view counts with the value that it views."""
+    seen, made = set[int](), []
+    for node in program.nodes:
+        values = [leaf for leaf in leaves_of(traced[node.name]) if isinstance(leaf, Tensor)]
+        new = {storage._cdata: storage.nbytes() for value in values if (storage := value.untyped_storage())}
+        made.append(sum(size for key, size in new.items() if key not in seen))
+        seen.update(new)
+    return made
+
+
+def _ends(program: Program, traced: Mapping[str, Any], made: Sequence[int], memory: int | None) -> list[int]:
+    """Return the numbers of nodes after which the stretches of a program end; there is one stretch if memory suffices.
+
+    Each stretch makes values of up to a quarter of the memory, and ends where later ones need few bytes. made: from
+    `_bytes_made`.
+    """
+    count, ends, start = len(program.nodes), list[int](), 0
+    if memory is None or sum(made) <= memory:
+        return [count]
+    passed = [
+        math.inf if any(isinstance(traced[name], (tuple, list)) for name in names)  # which cannot be passed on
+        else sum(size_in_bytes(traced[name]) for name in names)
+        for names in _passed(program, range(count + 1))
+    ]  # fmt: skip
+    for index in range(count):
+        if sum(made[start : index + 1]) > memory // 4 and index > start:
+            end = min(range((start + index) // 2 + 1, index + 1), key=lambda end: (passed[end], -end))
+            if passed[end] < math.inf:
+                ends.append(end)
+                start = end
+    return [*ends, count]
+
+
+def _passed(program: Program, ends: Iterable[int]) -> list[list[str]]:
+    """Return the values of the images that each stretch passes on, because later stretches or the output need them.
+
+    ends: from `_ends`.
+    """
+    count = len(program.nodes)
+    lasts = {name: index for index, node in enumerate(program.nodes) for name in node.refs()}
+    lasts |= dict.fromkeys(refs_of(program.output), count)
+    made, depends = dict[str, int](), set(program.inputs)
+    for index, node in enumerate(program.nodes):
+        if not depends.isdisjoint(node.refs()):
+            depends.add(node.name)
+            made[node.name] = index
+    return [[name for name, index in made.items() if index < end <= lasts.get(name, -1)] for end in ends]
 
 
 def _squares_of_batch(
-    free: Program,
-    images: Sequence[Tensor],
+    free: Batches,
     which: slice,
     names: Collection[str],
     probes: Sequence[Probe],
     draw: int,
     reduced: Callable[[str, Tensor], Tensor],
+    ends: Sequence[int],
 ) -> dict[str, Tensor]:
     """Return the squared gradients of each named value for some images, averaged over probes.
 
-    free: the program with tensors that require gradients. reduced: is applied to the squares of each probe.
+    free: the program with tensors that require gradients. reduced: is applied to the squares of each probe. ends: from
+    `_ends`. The forward of the last stretch serves its backward. Others run twice, so that one is held at a time.
     """
-    kept: dict[str, Tensor] = {}
+    program, squares = free.program, dict[str, Tensor]()
+    chunks: list[Chunk] = [{name: _leaf(value[which]) for name, value in free.images.items()}]
+    passed = [*_passed(program, ends[:-1]), list(dict.fromkeys(refs_of(program.output)))]
+    for wanted in passed[:-1]:
+        result, _ = _stretch(free, chunks[-1], wanted, ())
+        chunks.append({**chunks[0], **{name: _detached(value) for name, value in result.items()}})
+        del result
+    result, kept = _stretch(free, chunks[-1], passed[-1], names)
+    outputs = [value for value in leaves_of(evaluate(program.output, result)) if _has_gradient(value)]
+    if not outputs:
+        raise CalibrationError(
+            "the model has no differentiable output, but this method needs one: choose another method"
+        )
+    given = _drawn(probes, outputs, which, draw)
+    for index in reversed(range(len(passed))):
+        starts = {name: value for name, value in chunks[index].items() if name not in free.images}
+        starts = {name: value for name, value in starts.items() if _has_gradient(value)}
+        squares |= {name: reduced(name, torch.zeros_like(value)) for name, value in kept.items()}
+        reached = {name: value for name, value in kept.items() if value.requires_grad}
+        inputs, following = [*starts.values(), *reached.values()], list[Sequence[Tensor | None]]()
+        for number, gradients in enumerate(given if inputs and outputs else ()):
+            more = number + 1 < len(given)
+            found = list(torch.autograd.grad(outputs, inputs, gradients, retain_graph=more, allow_unused=True))
+            for name in reversed(reached):
+                gradient = found.pop()  # so that it is freed before the next one is squared
+                if gradient is not None:
+                    squares[name] += reduced(name, gradient.square() / len(probes))
+            following.append(found)
+        if index:
+            chunks.pop()
+            del result, kept, reached, outputs, inputs
+            result, kept = _stretch(free, chunks[-1], passed[index - 1], names)
+            used = [place for place, name in enumerate(starts) if following and following[0][place] is not None]
+            outputs = [result[name] for place, name in enumerate(starts) if place in used]
+            given = [[gradient for gradient in found if gradient is not None] for found in following]
+    return squares
+
+
+def _stretch(free: Batches, chunk: Chunk, wanted: Collection[str], names: Collection[str]) -> tuple[Chunk, Chunk]:
+    """Compute the values that a stretch passes on from the values of a chunk; return also its named values."""
+    kept: Chunk = {}
 
     def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
         if node.name in names:
             kept[node.name] = result
 
     with torch.enable_grad():
-        output = free.run([_leaf(value[which]) for value in images], watch)
-        outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not outputs:
-        raise CalibrationError(
-            "the model has no differentiable output, but this method needs one: choose another method"
-        )
-    squares = {name: reduced(name, torch.zeros_like(value)) for name, value in kept.items()}
-    reached = {name: value for name, value in kept.items() if value.requires_grad}
-    given = _drawn(probes if reached else (), outputs, which, draw)
-    for index, gradients in enumerate(given):
-        more = index + 1 < len(given)
-        inputs = list(reached.values())
-        found = list(torch.autograd.grad(outputs, inputs, gradients, retain_graph=more, allow_unused=True))
-        for name in reversed(reached):
-            gradient = found.pop()  # so that it is freed before the next one is squared
-            if gradient is not None:
-                squares[name] += reduced(name, gradient.square() / len(probes))
-    return squares
+        return free.run(chunk, wanted, watch=watch), kept
+
+
+def _detached(value: Any) -> Any:
+    """Return a value without its history; it requires a gradient if it did before."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _drawn(probes: Sequence[Probe], outputs: Sequence[Tensor], images: slice, count: int) -> Sequence[Sequence[Tensor]]:
@@ -222,34 +308,29 @@ def _image_dimensions(
 ) -> dict[str, int] | None:
     """Return the dimension of each value that counts images; None if the images must run together.
 
-    traced: the result of `trace` for the images.
+    traced: the result of `trace` for the images. Of values that exceed `_COMPARED_BYTES`, a part is compared.
     """
-
-    def seen_by(some: Collection[str]) -> Callable[[int, int], dict[str, Tensor]]:
-        def run(first: int, count: int) -> dict[str, Tensor]:
-            seen: dict[str, Tensor] = {}
-
-            def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-                if node.name in some:
-                    seen[node.name] = result
-
-            program.run([value[first : first + count] for value in images], watch)
-            return seen
-
-        return run
-
     count = len(images[0])
     if count < 2:
         return None
     axes = image_axes(program, images)
-    dimensions = {name: axis[0] for name in names if (axis := axes.get(name)) is not None}
+    counted = {name: axis for name in names if (axis := axes.get(name)) is not None}
+    dimensions = {name: axis[0] for name, axis in counted.items()}
     if len(dimensions) < len(set(names)):
         return None
-    parts, held = [list[str]()], 0
-    for name in names:
-        held += 4 * size_in_bytes(traced[name]) // count  # two images together, and each of them alone
-        if parts[-1] and held > _BATCH_BYTES // 2:  # large values are compared in several runs
-            parts.append([])
-            held = 4 * size_in_bytes(traced[name]) // count
-        parts[-1].append(name)
-    return dimensions if all(keeps_images_apart(seen_by(part), part, axes) for part in parts) else None
+    held = sum(4 * size_in_bytes(traced[name]) // count for name in dimensions)  # two images together, and each alone
+    step = -(-held // _COMPARED_BYTES)
+
+    def run(first: int, count: int) -> dict[str, Tensor]:
+        seen: dict[str, Tensor] = {}
+
+        def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
+            if node.name in dimensions:
+                rows = result.movedim(dimensions[node.name], 0).flatten(1)
+                seen[node.name] = result if step == 1 else rows[:, :: coprime(step, rows.shape[1])].clone()
+
+        program.run([value[first : first + count] for value in images], watch)
+        return seen
+
+    places = axes if step == 1 else {name: (0, each) for name, (_, each) in counted.items()}
+    return dimensions if keeps_images_apart(run, list(dimensions), places) else None

@@ -24,13 +24,19 @@ _EVEN = 0.2
 
 @torch.inference_mode(False)  # which allows no gradients
 def row_weights(
-    program: Program, images: Sequence[Tensor], groups: Sequence[SiteGroup], power: float, seed: int
+    program: Program,
+    images: Sequence[Tensor],
+    groups: Sequence[SiteGroup],
+    power: float,
+    seed: int,
+    memory: int | None = None,
 ) -> dict[str, Tensor] | None:
     """Return the weight of each row of every site's output, with mean 1, by the output's name.
 
     A weight is the row's squared gradient to this power, averaged over the channels, and over the images for each
     position. The result has the output's dimensions, with size 1 for those over which it is averaged; images keep their
-    size. It is None if all rows count alike: with the power 0, or if no output of the model has a gradient.
+    size. It is None if all rows count alike: with the power 0, or if no output of the model has a gradient. memory: as
+    in `squared_gradients`.
     """
     if not power:
         return None
@@ -44,7 +50,7 @@ def row_weights(
 
     probes = [hessian_probe(torch.Generator().manual_seed(seed))] * _PROBES
     try:
-        means = squared_gradients(program, images, roles, probes, averaged)
+        means = squared_gradients(program, images, roles, probes, averaged, memory)
     except CalibrationError:  # no output has a gradient
         return None
     axes, weights = image_axes(program, images), {}

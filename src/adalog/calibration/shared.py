@@ -30,7 +30,7 @@ class Shared:
     - row_splits: the rows of a linear's weight that share a scale.
 
     All fields are held whole, in addition to the memory of `Observed`. unfolded: returns the reason why a pair's norm
-    is not folded.
+    is not folded. memory: bytes for the values of a backward pass.
     """
 
     def __init__(
@@ -42,9 +42,10 @@ class Shared:
         observed: Observed,
         seed: int,
         unfolded: Callable[[Pair, Config], str],
+        memory: int,
     ):
         self._program, self._images, self._groups, self._blocks = program, images, groups, blocks
-        self._observed, self._seed, self._unfolded = observed, seed, unfolded
+        self._observed, self._seed, self._unfolded, self._memory = observed, seed, unfolded, memory
         self._found: dict[Any, Any] = {}
         self._in_order: tuple[Config, dict[str, Tensor]] | None = None
         self._probe: Tensor | None = None
@@ -112,7 +113,7 @@ class Shared:
         """Return the weights of the rows of every site's output: `importance.row_weights`."""
         key = ("importance", power)
         if key not in self._found:
-            self._found[key] = row_weights(self._program, self._images, self._groups, power, self._seed)
+            self._found[key] = row_weights(self._program, self._images, self._groups, power, self._seed, self._memory)
         found: dict[str, Tensor] | None = self._found[key]
         return found
 
@@ -153,7 +154,7 @@ class Shared:
             given = drawn if self._probe is None else [given_probe(self._probe)]
             sites = {name for group in self._groups for name in group.nodes}
             names = sites | {block.value_out for block in self._blocks}
-            self._found[key] = squared_gradients(self._program, self._images, names, given)
+            self._found[key] = squared_gradients(self._program, self._images, names, given, memory=self._memory)
         found: dict[str, Tensor] = self._found[key]
         return found
 
