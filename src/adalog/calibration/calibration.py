@@ -21,6 +21,7 @@ from adalog.calibration.operands import (
     check_squares,
     choices_of,
     formats_of,
+    in_format,
     joined,
     moved_by,
     operands_of,
@@ -422,9 +423,13 @@ class Calibration:
             folds = [(start.fold, folds[0][1])]  # its quantizers belong to operands with this fold
         cache = self._found if start is None else {}  # without a start these choices may find other quantizers
         for activation in formats_of(groups[0].first, config):
-            products = [
-                self._product(group, config, fold, activation) for group, (fold, _) in zip(groups, folds, strict=True)
-            ]
+            if tried[0] and groups[0].first.role in ("linear", "conv"):  # the first products have the same values
+                products = [_in_format(results[0].product, activation) for results in tried]
+            else:
+                products = [
+                    self._product(group, config, fold, activation)
+                    for group, (fold, _) in zip(groups, folds, strict=True)
+                ]
             members: Sequence[int] = range(len(groups))
             if tried[0] and start is None and rarely_uniform(groups[0].first):  # a start may be uniform
                 members = _maybe_uniform(products, [results[0] for results in tried], config)
@@ -580,6 +585,11 @@ class Calibration:
         """
         choices = choices_of(group, config)
         return self._product(group, choices, assignment.fold, formats_of(group.first, choices)[0])
+
+
+def _in_format(product: Product, activation: Format) -> Product:
+    """Return the product of a linear or convolution with its left operand in another format."""
+    return replace(product, left=in_format(product.left, activation))
 
 
 def _maybe_uniform(products: Sequence[Product], tried: Sequence[Searched], config: Config) -> list[int]:

@@ -10,12 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from adalog.calibration.batches import in_own_memory
 from adalog.calibration.observe import Request
 from adalog.config import Config, power_law_format, weight_format
 from adalog.errors import CalibrationError
 from adalog.graph.activations import GELUS, POWER_LAW_ACTIVATIONS
-from adalog.graph.convolution import conv_geometry, patches
+from adalog.graph.convolution import conv_geometry, patch_view
 from adalog.graph.program import Program
 from adalog.graph.rewrite import SiteGroup
 from adalog.graph.sites import Pair, Site
@@ -166,7 +165,7 @@ def in_shape_of_product(program: Program, group: SiteGroup, values: Mapping[str,
             rows = torch.cat([value.flatten(0, -2) for value in results], dim=-1)
         elif site.role == "conv":
             groups = conv_geometry(site.node)[3]
-            images = (image.reshape(groups, -1, image[0].numel()).transpose(1, 2) for image in results[0])
+            images = (image.unflatten(0, (groups, -1)).movedim(1, -1) for image in results[0])
             rows = _conv_rows(images, len(results[0]), _overlap(site, program.tensors[site.right]))
         else:
             rows = results[0]
@@ -245,28 +244,45 @@ def _conv_operands(
     is used, as long as 1,024 are left.
     """
     stride, padding, dilation, groups = conv_geometry(site.node)
-    kernel = (weight.shape[2], weight.shape[3])
-    split = [x.unflatten(1, (groups, -1)) for x in inputs]
+    kernel, overlap = (weight.shape[2], weight.shape[3]), _overlap(site, weight)
+
+    def seen(image: Tensor) -> Tensor:
+        return patch_view(image, kernel, stride, padding, dilation)
 
     def rows(images: Tensor) -> Tensor:
-        seen = (patches(image, kernel, stride, padding, dilation) for image in images)
-        return _conv_rows(seen, len(images), _overlap(site, weight))
+        return _conv_rows((seen(image.unflatten(0, (groups, -1))) for image in images), len(images), overlap)
 
-    mask, x = None, joined([rows(images) for images in split], dim=-2)
+    def inside(images: Tensor) -> Tensor:  # the same for all groups and channels
+        ones = seen(images.new_ones(1, 1, *images.shape[2:]))
+        ones = ones.expand(*ones.shape[:3], weight.shape[1], *kernel)
+        return _conv_rows([ones] * len(images), len(images), overlap)
+
+    mask, x = None, joined([rows(images) for images in inputs], dim=-2)
     if any(padding) and activation.log2_base is not None:
-        mask = joined([rows(torch.ones_like(images)) for images in split], dim=-2)
+        mask = joined([inside(images) for images in inputs], dim=-2).expand_as(x)
+    left = in_format(Operand(x, activation, mask), activation)
     if groups == 1:
-        return Operand(x, activation, mask), Operand(weight.flatten(1), weight_format(config, 0))
-    kernels = weight.reshape(groups, -1, weight[0].numel())
-    if activation.is_uniform:
+        return left, Operand(weight.flatten(1), weight_format(config, 0))
+    return left, Operand(weight.reshape(groups, -1, weight[0].numel()), weight_format(config, 0, 1))
+
+
+def in_format(operand: Operand, activation: Format) -> Operand:
+    """Return the left operand of a linear or convolution in another format, with the same values.
+
+    operand: in a logarithmic format, if the new format is logarithmic too: only such a format has a mask. A grouped
+    convolution, (groups, T, I), has one uniform scale per group.
+    """
+    if activation.is_uniform and operand.values.ndim == 3:
         activation = replace(activation, own_dims=(0,))
-    return Operand(x, activation, mask), Operand(kernels, weight_format(config, 0, 1))
+    return replace(operand, format=activation, mask=None if activation.log2_base is None else operand.mask)
 
 
 def with_rows(operand: Operand, rows: Tensor) -> Operand:
     """Return the operand with these rows. rows: (T,), or (*batch, T), which broadcasts to the operand's shape."""
     if rows.ndim == 1:
-        mask = None if operand.mask is None else operand.mask.index_select(-2, rows)
+        mask = operand.mask
+        if mask is not None:  # it is the same for all groups of a convolution
+            mask = (mask if mask.ndim == 2 else mask[0]).index_select(0, rows).expand_as(operand.values)
         return replace(operand, values=operand.values.index_select(-2, rows), mask=mask)
     index = rows.expand(operand.values.shape[:-1])[..., None].expand_as(operand.values)
     return replace(operand, values=operand.values.gather(-2, index))
@@ -285,11 +301,21 @@ def _overlap(site: Site, weight: Tensor) -> int:
 def _conv_rows(images: Iterable[Tensor], batch: int, overlap: int) -> Tensor:
     """Return every n-th row of all images, as (groups, T, I), or as (T, I) if there is one group.
 
-    images: (groups, L, I) each. overlap: the largest n.
+    images: (groups, h, w, ...) each, with h w rows; views, of which only the rows that are returned are copied.
+    overlap: the largest n.
     """
-    found = []
-    for index, rows in enumerate(images):
-        step = coprime(max(1, min(overlap, batch * rows.shape[1] // 1024)), rows.shape[1])
-        found.append(in_own_memory(rows[:, index % step :: step]))  # so that the other rows are freed
-    result = torch.cat(found, dim=1)
+    result, start = torch.empty(0), 0
+    for index, image in enumerate(images):
+        groups, height, width, *rest = image.shape
+        step = coprime(max(1, min(overlap, batch * height * width // 1024)), height * width)
+        kept = torch.arange(index % step, height * width, step, device=image.device)
+        if not index:
+            total = sum(-(-(height * width - other % step) // step) for other in range(batch))
+            result = image.new_empty(groups, total, math.prod(rest))
+        place = result[:, start : start + len(kept)]
+        if step == 1:
+            place.view(image.shape).copy_(image)
+        else:
+            place.view(groups, len(kept), *rest).copy_(image[:, kept // width, kept % width])
+        start += len(kept)
     return result if len(result) > 1 else result[0]

@@ -45,11 +45,25 @@ def patches(
 
     x may have any dtype; it is padded with `fill`.
     """
+    seen = patch_view(x, kernel, stride, padding, dilation, fill=fill)
+    images, height, width = seen.shape[:3]
+    return seen.reshape(images, height * width, x.shape[1] * math.prod(kernel)).contiguous()
+
+
+def patch_view(
+    x: Tensor,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    *,
+    fill: int = 0,
+) -> Tensor:
+    """Return the same patches as a view of the padded image, which takes no memory: (B, h, w, C, kh, kw)."""
     height, width = output_sizes(x.shape[2:], kernel, stride, padding, dilation)
     if any(padding):
         x = torch.nn.functional.pad(x, (padding[1], padding[1], padding[0], padding[0]), value=fill)
     x = x.contiguous()
     images, channels, down, across = x.stride()
     steps = (images, stride[0] * down, stride[1] * across, channels, dilation[0] * down, dilation[1] * across)
-    seen = x.as_strided((len(x), height, width, x.shape[1], *kernel), steps)
-    return seen.reshape(len(x), height * width, x.shape[1] * math.prod(kernel)).contiguous()
+    return x.as_strided((len(x), height, width, x.shape[1], *kernel), steps)

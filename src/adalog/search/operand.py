@@ -66,7 +66,7 @@ class Operand:
     """One side of a product; the last dimension but one holds its rows.
 
     values: activations (T, I), weights (O, I), heads (B, H, N, D).
-    mask: 1 for values that are quantized, 0 for the zero padding of a convolution.
+    mask: 1 for values that are quantized, 0 for the zero padding of a convolution; the same in each of its groups.
     alike: True if the rows are tokens, so that a sample can represent them all; False if they are channels.
     stacked: True if the first dimension of the values counts operands that are searched together (`stack`).
     """
@@ -270,7 +270,10 @@ class Operand:
             if isinstance(side, QuantizedTensor)
             else side.fake_quantize(self.values)
         )
-        return hat if self.mask is None else torch.where(self.mask.bool(), hat, self.values)
+        if self.mask is None:
+            return hat
+        # A large operand's values are overwritten, not copied, unless gradients flow through them.
+        return torch.where(self.mask.bool(), hat, self.values, out=None if hat.requires_grad else hat)
 
     def quantized_at(self, point: Tensor | None) -> Tensor:
         """Return the values after quantization with the quantizer of one point."""
