@@ -280,10 +280,10 @@ def in_format(operand: Operand, activation: Format) -> Operand:
 def with_rows(operand: Operand, rows: Tensor) -> Operand:
     """Return the operand with these rows. rows: (T,), or (*batch, T), which broadcasts to the operand's shape."""
     if rows.ndim == 1:
-        mask = operand.mask
+        values, mask = operand.values.index_select(-2, rows), operand.mask
         if mask is not None:  # it is the same for all groups of a convolution
-            mask = (mask if mask.ndim == 2 else mask[0]).index_select(0, rows).expand_as(operand.values)
-        return replace(operand, values=operand.values.index_select(-2, rows), mask=mask)
+            mask = (mask if mask.ndim == 2 else mask[0]).index_select(0, rows).expand_as(values)
+        return replace(operand, values=values, mask=mask)
     index = rows.expand(operand.values.shape[:-1])[..., None].expand_as(operand.values)
     return replace(operand, values=operand.values.gather(-2, index))
 
