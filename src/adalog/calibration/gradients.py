@@ -113,8 +113,8 @@ def squared_gradients(
     value that no gradient reaches gets ones, so that all its errors count equally. Each batch of `BATCH` images (more
     on an accelerator) takes one forward, and one backward per probe. A batch has fewer images if the values of `BATCH`
     images exceed `_BATCH_BYTES`. If some value does not keep images apart, all images form one batch. memory: bytes for
-    the values of a batch; a program that makes more runs in stretches, whose values are computed again for the backward
-    pass. None: no limit. Raises CalibrationError if no output has a gradient.
+    the values of any other batch; a program that makes more runs in stretches, whose values are computed again for the
+    backward pass. None: no limit. Raises CalibrationError if no output has a gradient.
     """
     traced = trace(program, images)
     names = [
@@ -131,7 +131,9 @@ def squared_gradients(
     statistics = {ref.name for node in program.nodes if node.op in _NORMALISED for ref in node.args[3:5] if ref}
     leaves = {name: value.detach() if name in statistics else _leaf(value) for name, value in program.tensors.items()}
     free = Batches(replace(program, tensors=leaves), images)
-    ends = _ends(program, traced, made, None if memory is None else memory * count // batch)
+    if dimensions is None:  # a value that no image reaches would be computed in several stretches
+        memory = None
+    ends = _ends(program, traced, made, None if memory is None else memory * count // min(batch, count))
     # Large values are reduced after each probe, which saves memory. The last bits differ from a reduction at the end,
     # so all others are reduced at the end.
     each, whole = (reduced, _unchanged) if few < draw else (_unchanged, reduced)
@@ -171,11 +173,12 @@ def _ends(program: Program, traced: Mapping[str, Any], made: Sequence[int], memo
     count, ends, start = len(program.nodes), list[int](), 0
     if memory is None or sum(made) <= memory:
         return [count]
-    passed = [
-        math.inf if any(isinstance(traced[name], (tuple, list)) for name in names)  # which cannot be passed on
-        else sum(size_in_bytes(traced[name]) for name in names)
-        for names in _passed(program, range(count + 1))
-    ]  # fmt: skip
+
+    def size(name: str) -> float:
+        value = traced[name]  # a list of tensors cannot be passed on
+        return math.inf if isinstance(value, (tuple, list)) else size_in_bytes(value)
+
+    passed = [sum(map(size, names)) for names in _passed(program, range(count + 1))]
     for index in range(count):
         if sum(made[start : index + 1]) > memory // 4 and index > start:
             end = min(range((start + index) // 2 + 1, index + 1), key=lambda end: (passed[end], -end))
