@@ -304,10 +304,9 @@ def measure_reconstruction(name: str, model: nn.Module, images: Tensor, fitted: 
     begun = {"correction": time.perf_counter()}
 
     def progress(done: int, total: int, told: str) -> None:
-        stage = "end_to_end" if told.startswith("end to end") else "reconstruction" if told.startswith("block ") else ""
-        if stage and stage not in begun:
+        if told.startswith("end to end") and "end_to_end" not in begun:
             wait(images.device)
-            begun[stage] = time.perf_counter()
+            begun["end_to_end"] = time.perf_counter()
 
     timed(images.device, lambda: calibration.assign(config, adalog.Resources(progress=progress)))
     ends = [*list(begun.values())[1:], time.perf_counter()]

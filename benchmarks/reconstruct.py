@@ -1,15 +1,16 @@
 """Measure how much accuracy the stages after the search recover, on the bundled model or on a real pretrained one.
 
     python benchmarks/reconstruct.py --model demo|realbench|deit_tiny:FOLDER [--realbench DIR] --bits w2a2 w3a3 w4a4
-        [--stages search correction reconstruction end-to-end end-to-end-alone] [--images 32 128 1024] [--seeds 3]
+        [--stages search correction end-to-end-alone reconstruction end-to-end] [--images 32 128 1024] [--seeds 3]
         [--first 0] [--work DIR] [--json FILE]
 
-The search is the search of `adalog` on 32 images, and the further stages are the stages of `adalog++`:
+The search is the search of `adalog` on 32 images. The further stages are those of `adalog++`, and trainings of blocks:
 
 - correction: runs once for each number of images of --images. The first 32 images are the images of the search.
-- reconstruction (of blocks): starts from the correction with the most images, and uses the same images.
-- end-to-end: starts from the reconstruction of blocks, and uses the same images.
-- end-to-end-alone: the same training, but starts from the correction with the most images. Only if it is asked for.
+- end-to-end-alone: the training of `adalog++`. It starts from the correction with the most images, and uses the same
+  images.
+- reconstruction (of blocks): starts from the same correction. Only if it is asked for.
+- end-to-end: the training of `adalog++`, but from the reconstruction of blocks. Only if it is asked for.
 
 The models are:
 
@@ -61,8 +62,9 @@ from adalog.version import source_hash
 
 IMAGES = 32  # number of images of the search
 _MEMORY = default_memory(torch.device("cpu")) // 2  # bytes that a calibration allows a stage by default
-STAGES = ("search", "correction", "reconstruction", "end-to-end")
 ALONE = "end-to-end-alone"
+STAGES = ("search", "correction", ALONE)
+BLOCKS = ("reconstruction", "end-to-end")  # a training of blocks, and one of the whole model after it
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,13 @@ def load_case(name: str, folder: Path | None) -> Case:
 
 
 def choices_of(stage: str, images: int) -> Fitting:
-    """Return the settings of `adalog++` for a stage after the search, with this number of images."""
-    config = Config.preset("w4a4", "adalog++").with_fitted_images(images)
-    return dict(zip(STAGES[1:], config.stages, strict=True))["end-to-end" if stage == ALONE else stage]
+    """Return the settings of a stage after the search, with this number of images."""
+    correction, training = Config.preset("w4a4", "adalog++").with_fitted_images(images).stages
+    if stage == "reconstruction":
+        return Reconstruction(images=images)
+    found = correction if stage == "correction" else training
+    assert isinstance(found, Fitting)
+    return found
 
 
 def main() -> None:
@@ -143,7 +149,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo", help="demo, realbench (TinyViT) or NAME:FOLDER of a classifier")
     parser.add_argument("--realbench", type=Path, default=os.environ.get("ADALOG_REALBENCH"))
     parser.add_argument("--bits", nargs="+", default=["w2a2", "w3a3", "w4a4"])
-    parser.add_argument("--stages", nargs="+", choices=(*STAGES, ALONE), default=STAGES)
+    parser.add_argument("--stages", nargs="+", choices=(*STAGES, *BLOCKS), default=STAGES)
     parser.add_argument("--images", nargs="+", type=int, default=[32, 128, 1024], help="numbers of images to fit")
     parser.add_argument("--seeds", type=int, default=1, help="number of random subsets of images")
     parser.add_argument("--first", type=int, default=0, help="seed of the first subset")
@@ -243,7 +249,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
     for seed, bits in product(range(given.first, given.first + given.seeds), given.bits):
         kinds = [("search", IMAGES)] if "search" in given.stages else []
         kinds += [("correction", images) for images in counts if "correction" in given.stages]
-        kinds += [(stage, counts[-1]) for stage in (*STAGES[2:], ALONE) if stage in given.stages]
+        kinds += [(stage, counts[-1]) for stage in (ALONE, *BLOCKS) if stage in given.stages]
         for stage, images in kinds:
             key = {"config": Config.preset(bits).to_json(), "stage": stage, "images": images, "seed": seed}
             make = partial(measured, bits, seed, stage, images)

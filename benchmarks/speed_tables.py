@@ -330,7 +330,7 @@ def _gpu_table(name: str) -> str:
         lines.append([f"a training step of one block, {row['batch']} images, {how}", f"{row['ms_per_step']} ms"])
     if stages := result.get("reconstruction"):
         title = f"{stages['model']}, {stages['bits'].upper()}, `adalog++` from {stages['fitted']} images"
-        for stage in ("search", "correction", "reconstruction", "end_to_end"):
+        for stage in ("search", "correction", "end_to_end"):
             lines.append([f"{title}: {stage.replace('_', ' ')}", f"{stages[stage]} s"])
     for row in result.get("evaluation", ()):
         speeds = row["images_per_second"]

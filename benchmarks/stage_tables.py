@@ -10,7 +10,8 @@ STAGES = {
     "search": "the search of `adalog`",
     "correction": "correction",
     "reconstruction": "reconstruction of blocks",
-    "end-to-end": "`adalog++`: end to end",
+    "end-to-end": "blocks, then end to end",
+    "end-to-end-alone": "`adalog++`: end to end",
 }
 # TinyViT was measured in several runs: a second seed on another processor, other widths, and from 128 images.
 TINY = (

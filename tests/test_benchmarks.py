@@ -317,7 +317,7 @@ def test_gpu_reconstruction(measured_gpu, monkeypatch):
     short = replace(short, stages=tuple(replace(each, **_few_steps(each)) for each in short.stages))
     monkeypatch.setattr(Config, "preset", staticmethod(lambda *_: short))
     found = measured_gpu("--parts", "reconstruction", "--fitted", 8)["reconstruction"]
-    assert found.keys() == {"model", "bits", "fitted", "search", "correction", "reconstruction", "end_to_end"}
+    assert found.keys() == {"model", "bits", "fitted", "search", "correction", "end_to_end"}
 
 
 def _few_steps(stage):

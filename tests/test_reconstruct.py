@@ -927,6 +927,6 @@ def test_the_model_is_trained_last():
         with pytest.raises(ValueError, match="then one of the model"):
             Config(stages=stages)
     kinds = [getattr(stage, "scope", "correction") for stage in Config.preset("w4a4", "adalog++").stages]
-    assert kinds == ["correction", "block", "model"]
+    assert kinds == ["correction", "model"]
     assert "end to end" in METHODS["adalog++"].source
     assert Config.preset("w4a4", "adalog++").with_fitted_images(64).images_fitted == 64

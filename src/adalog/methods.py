@@ -36,15 +36,15 @@ METHODS: dict[str, Method] = {
     ),
     # The most accurate method of adalog, which takes much longer.
     "adalog++": Method(
-        f"{_ADALOG}, then corrected in closed form, and trained block by block and end to end (ours)",
+        f"{_ADALOG}, then corrected in closed form, and trained end to end (ours)",
         {
             "post_softmax": "adalog",
             "post_gelu": "adalog",
             "stages": (
                 Correction(images=Reconstruction().images),
-                Reconstruction(),
-                # Training mostly changes scales and biases here. Larger rates for codes would overfit the images. The
-                # KL divergence, which this loss adds for a classifier, keeps the power of the logits.
+                # Training blocks first takes longer, and the result is no better (docs/benchmarks/stages.md). Larger
+                # rates for codes would overfit the images. The KL divergence, which this loss adds for a classifier,
+                # keeps the power of the logits.
                 Reconstruction(scope="model", loss="output", drop=0.0, rate=0.003, scale_rate=0.003),
             ),
         },
