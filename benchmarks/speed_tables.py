@@ -306,8 +306,8 @@ def export_table() -> str:
 
 
 def gpu_table() -> str:
-    """Return what adalog takes on a GPU; evaluation was measured at another commit than quantization."""
-    return "\n\n".join(_gpu_table(name) for name in ("gpu", "gpu-evaluation") if exists(name))
+    """Return what adalog takes on a GPU; parts of it were measured at an earlier commit."""
+    return "\n\n".join(_gpu_table(name) for name in ("gpu", "gpu-search") if exists(name))
 
 
 def _gpu_table(name: str) -> str:
