@@ -14,7 +14,7 @@ ABI = 12  # version of the library's interface
 LAYOUT = "a06b6a11"  # digest of the layout of the library's structures, which `adalog.run.abi` mirrors
 Offsets = dict[str, tuple[int, int]]  # (offset, size) in bytes by "Structure" and "Structure.field"
 # In the order of the bits in `adalog_features`.
-LEVELS = ("scalar", "avx2", "avxvnni", "avx512vnni", "amx", "neon", "i8mm")
+LEVELS = ("scalar", "avx2", "avxvnni", "avx512vnni", "amx", "neon", "i8mm", "wasm")
 
 
 @functools.cache

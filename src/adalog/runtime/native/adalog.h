@@ -38,8 +38,8 @@ typedef struct {
 /* Zeros select the defaults. */
 typedef struct {
     int threads;       /* threads that share the work of a call, 1 to 1024; default 1 */
-    const char* level; /* the kernels: "scalar", "avx2", "avxvnni", "avx512vnni", "amx", "neon" or "i8mm"; default the
-                        * fastest */
+    const char* level; /* the kernels: "scalar", "avx2", "avxvnni", "avx512vnni", "amx", "neon", "i8mm" or "wasm"; default
+                        * the fastest */
     size_t memory;     /* limit on the bytes of the open model; default 2 GiB. Opening a model also takes its file, which
                         * has the same limit, its JSON, and the codes of one weight. While the model runs, each thread
                         * takes up to 256 MiB more. */

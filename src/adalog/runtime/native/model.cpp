@@ -43,7 +43,8 @@ constexpr size_t MAX_NAME = 1024;      // of an output [bytes]
 constexpr int64_t MAX_SIDE = 1 << 24;  // of a weight, as in native.cpp
 constexpr int MAX_LAYOUTS = 16;
 constexpr size_t ALIGNMENT = 64, MEMORY = size_t(1) << 31;
-const char* const LEVELS[] = {"scalar", "avx2", "avxvnni", "avx512vnni", "amx", "neon", "i8mm"};  // by the bits of adalog_features
+// By the bits of adalog_features.
+const char* const LEVELS[] = {"scalar", "avx2", "avxvnni", "avx512vnni", "amx", "neon", "i8mm", "wasm"};
 
 struct Kernel {
     const char *name, *structure;
@@ -339,6 +340,7 @@ public:
         // A panel of 16 columns with its terms padded to a multiple of 64, and 8 bytes per column and 64 panel columns.
         const Wide columns = (Wide(shape[0]) + 15) / 16 * 16, terms = (Wide(shape[1]) + 63) / 64 * 64;
         budget.take((bits <= 4 ? columns * terms / 2 : columns * terms) + columns * 16 + 1024);
+        if (count > PTRDIFF_MAX) throw std::bad_alloc();
         std::unique_ptr<uint8_t[]> codes(new uint8_t[size_t(count)]);
         unpack(packed.data, packed.size, int(bits), size_t(count), codes.get());
         std::vector<int32_t> zeros(zero.data, zero.data + zero.size);
@@ -490,7 +492,8 @@ public:
         for (const char* name : {"inputs", "weights", "fills", "copies", "calls"})
             check(tape.at(name).is(Json::LIST), "the field %s of a tape is not a list", name);
         check(tape.at("batch").is_whole(1, MAX_BATCH), "the batch of a tape is out of range");
-        batch = tape.at("batch").whole(), most_ = batch * MAX_WORK;
+        batch = tape.at("batch").whole();
+        most_ = std::min<int64_t>(batch * MAX_WORK, PTRDIFF_MAX);  // addresses may have 32 bits
         check(tape.at("work").is_whole(0, most_), "the work of a tape is out of range");
         read_inputs(tape.at("inputs"));
         const Stored& constants = file.at("constants/" + std::to_string(batch));
@@ -577,8 +580,8 @@ private:
             good = entry[i].is_whole(0, INT64_MAX / 2);
             numbers[i] = entry[i].whole();
         }
-        good = good && size_t(numbers[0] + numbers[2]) <= work_.size() &&
-            size_t(numbers[1] + numbers[2]) <= constants_.size();
+        good = good && uint64_t(numbers[0] + numbers[2]) <= work_.size() &&
+            uint64_t(numbers[1] + numbers[2]) <= constants_.size();
         check(good, "it fills something that is not [offset, offset, bytes] within its memory");
         std::memcpy(work_.data() + numbers[0], constants_.data() + numbers[1], size_t(numbers[2]));
     }

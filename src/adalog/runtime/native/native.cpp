@@ -61,10 +61,16 @@
 #endif
 #endif
 
+#ifdef __wasm_simd128__
+#define ADALOG_WASM_SIMD 1
+#include <wasm_simd128.h>
+#endif
+
 // Properties of the level that the kernels are compiled for.
 #define ADALOG_YMM (ADALOG_LEVEL == 1 || ADALOG_LEVEL == 2)
 #define ADALOG_WIDE (ADALOG_LEVEL == 3 || ADALOG_LEVEL == 4)
 #define ADALOG_NEON (ADALOG_LEVEL == 5 || ADALOG_LEVEL == 6)
+#define ADALOG_WASM (ADALOG_LEVEL == 7)
 
 #ifndef API  // CMakeLists.txt hides these functions: programs in C call those of adalog.h
 #define API extern "C" __attribute__((visibility("default")))
@@ -76,7 +82,7 @@
 namespace {
 
 // On a processor that has several of them, a later level is at least as fast as those before it.
-enum Level { SCALAR = 0, AVX2 = 1, AVXVNNI = 2, AVX512 = 3, AMX = 4, NEON = 5, I8MM = 6 };
+enum Level { SCALAR = 0, AVX2 = 1, AVXVNNI = 2, AVX512 = 3, AMX = 4, NEON = 5, I8MM = 6, WASM = 7 };
 
 constexpr int PANEL = 16;       // columns of a right operand that are stored together
 constexpr int QUAD = 4;         // panels that a product computes at once
@@ -97,8 +103,9 @@ struct Aligned {  // an array of zeros that is aligned to a cache line
     std::unique_ptr<uint8_t[]> memory;
     T* data = nullptr;
     size_t bytes = 0;
-    void resize(size_t count) {
+    void resize(uint64_t count) {
         if (count * sizeof(T) <= bytes) return;
+        if (count > (PTRDIFF_MAX - LINE) / sizeof(T)) throw std::bad_alloc();  // only if addresses have 32 bits
         data = nullptr, bytes = 0;
         memory.reset(new uint8_t[count * sizeof(T) + LINE]());
         data = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.get()) + LINE - 1) / LINE * LINE);
@@ -109,16 +116,16 @@ struct Aligned {  // an array of zeros that is aligned to a cache line
 // Divides a thread's scratch memory into parts. With start = 0 it only counts the bytes that they take.
 struct Carver {
     uintptr_t start;
-    size_t used = 0;
+    uint64_t used = 0;  // may exceed what addresses of 32 bits reach: `Context::run` refuses that
     template <class T>
-    T* take(size_t count) {
-        T* part = reinterpret_cast<T*>(start + used);
+    T* take(uint64_t count) {
+        T* part = reinterpret_cast<T*>(uintptr_t(start + used));
         used += rounded_up(count * sizeof(T), LINE);
         return part;
     }
 };
 template <class Scratch, class Arguments>
-size_t size_of(const Arguments& of) {
+uint64_t size_of(const Arguments& of) {
     Carver carver{0};
     Scratch scratch(carver, of);
     return carver.used;
@@ -151,7 +158,7 @@ struct Context {
     bool deserted() const { return !workers.empty() && getpid() != process; }
     // Runs tasks 0 ... count - 1 in any order on any thread. No result depends on the order or the thread. Returns 0, or
     // 2 if there is not enough memory or a task needs too much.
-    int run(Task task, const void* arguments, int64_t count, size_t bytes) noexcept {
+    int run(Task task, const void* arguments, int64_t count, uint64_t bytes) noexcept {
         if (bytes > MOST_SCRATCH) return 2;
         try {
             std::lock_guard<std::mutex> one_at_a_time(one);
@@ -596,16 +603,25 @@ namespace i8mm {
 extern "C" const void* adalog_i8mm() { return &i8mm::kernels; }
 #endif
 #endif
+#if defined(ADALOG_WASM_SIMD) && ADALOG_COMPILES(7)
+#define ADALOG_LEVEL 7
+namespace wasm {
+#include "native.cpp"
+}
+#undef ADALOG_LEVEL
+extern "C" const void* adalog_wasm() { return &wasm::kernels; }
+#endif
 
 #if ADALOG_COMPILES(0)
 
 // The kernels of other instruction sets, which other files may compile.
-extern "C" const void *adalog_avx2(), *adalog_avxvnni(), *adalog_avx512(), *adalog_amx(), *adalog_neon(), *adalog_i8mm();
+extern "C" const void *adalog_avx2(), *adalog_avxvnni(), *adalog_avx512(), *adalog_amx(), *adalog_neon(), *adalog_i8mm(),
+    *adalog_wasm();
 
 namespace {
 
 const Kernels* kernels_of(int level) {
-    const void* all[I8MM + 1] = {&scalar::kernels};
+    const void* all[WASM + 1] = {&scalar::kernels};
 #ifdef ADALOG_X86
     all[AVX2] = adalog_avx2(), all[AVXVNNI] = adalog_avxvnni(), all[AVX512] = adalog_avx512(), all[AMX] = adalog_amx();
 #endif
@@ -614,6 +630,9 @@ const Kernels* kernels_of(int level) {
 #ifdef ADALOG_ARM_I8MM
     all[I8MM] = adalog_i8mm();
 #endif
+#endif
+#ifdef ADALOG_WASM_SIMD
+    all[WASM] = adalog_wasm();
 #endif
     return static_cast<const Kernels*>(all[level]);
 }
@@ -661,6 +680,9 @@ API unsigned adalog_features(void) {
 #if defined(ADALOG_ARM) && !defined(ADALOG_ARM_I8MM)
     found &= ~(1u << I8MM);
 #endif
+#ifdef ADALOG_WASM_SIMD
+    found |= 1u << WASM;  // a module with other instructions than the browser's does not load
+#endif
     return found;
 }
 
@@ -677,7 +699,7 @@ API const char* adalog_layout(int64_t index, int64_t* offset, int64_t* size) {
 
 // Starts threads for the kernels of a level. Returns null if the level or that many threads are not available.
 API Context* adalog_open(int threads, int level) {
-    if (threads < 1 || threads > 1024 || level < SCALAR || level > I8MM || !(adalog_features() >> level & 1)) return nullptr;
+    if (threads < 1 || threads > 1024 || level < SCALAR || level > WASM || !(adalog_features() >> level & 1)) return nullptr;
     const Kernels* found = kernels_of(level);
     if (!found) return nullptr;
     try {
@@ -1043,6 +1065,74 @@ INLINE F times_power(F y, F whole) {
     return mul(y, vreinterpretq_f32_s32(vshlq_n_s32(add(to_nearest(whole), set(127)), 23)));
 }
 
+#elif ADALOG_WASM
+
+constexpr int W = 4;
+typedef float F __attribute__((vector_size(16)));
+using I = v128_t;
+struct All {};
+struct Some {
+    int count;
+    explicit Some(int n) : count(n) {}
+};
+INLINE F load(const float* at, All) { return F(wasm_v128_load(at)); }
+INLINE I load(const int32_t* at, All) { return wasm_v128_load(at); }
+INLINE I load(const uint8_t* at) { return wasm_v128_load(at); }
+template <class T>
+INLINE auto load(const T* at, Some some) {
+    T entries[W] = {};
+    std::memcpy(entries, at, some.count * sizeof(T));
+    return load(entries, All{});
+}
+INLINE void store(float* at, F x, All) { wasm_v128_store(at, I(x)); }
+INLINE void store(int32_t* at, I x, All) { wasm_v128_store(at, x); }
+INLINE void store(uint8_t* at, I x) { wasm_v128_store(at, x); }
+template <class T, class V>
+INLINE void store(T* at, V x, Some some) {
+    T entries[W];
+    store(entries, x, All{});
+    std::memcpy(at, entries, some.count * sizeof(T));
+}
+INLINE F set(float x) { return F(wasm_f32x4_splat(x)); }
+INLINE I set(int32_t x) { return wasm_i32x4_splat(x); }
+// Packs 16 integers, clamped to 0 ... 255.
+INLINE I small_bytes_of(I a, I b, I c, I d) {
+    return wasm_u8x16_narrow_i16x8(wasm_i16x8_narrow_i32x4(a, b), wasm_i16x8_narrow_i32x4(c, d));
+}
+// Packs the lowest bytes of as many integers.
+INLINE I bytes_of(I a, I b, I c, I d) {
+    const I low = set(255);
+    return small_bytes_of(wasm_v128_and(a, low), wasm_v128_and(b, low), wasm_v128_and(c, low), wasm_v128_and(d, low));
+}
+template <class Which>
+INLINE void store_bytes(uint8_t* at, I x, Which which) {
+    const int32_t bytes = wasm_i32x4_extract_lane(bytes_of(x, x, x, x), 0);
+    if constexpr (std::is_same_v<Which, Some>) std::memcpy(at, &bytes, which.count);
+    else std::memcpy(at, &bytes, W);
+}
+INLINE I least_bytes(I a, I b) { return wasm_u8x16_min(a, b); }
+INLINE F add(F a, F b) { return F(wasm_f32x4_add(I(a), I(b))); }
+INLINE F sub(F a, F b) { return F(wasm_f32x4_sub(I(a), I(b))); }
+INLINE F mul(F a, F b) { return F(wasm_f32x4_mul(I(a), I(b))); }
+INLINE F div(F a, F b) { return F(wasm_f32x4_div(I(a), I(b))); }
+INLINE F fma(F a, F b, F c) { return add(mul(a, b), c); }  // rounds twice: WebAssembly has no other way
+INLINE F least(F a, F b) { return F(wasm_f32x4_pmin(I(b), I(a))); }  // returns b if a is NaN
+INLINE F most(F a, F b) { return F(wasm_f32x4_pmax(I(b), I(a))); }
+INLINE I add(I a, I b) { return wasm_i32x4_add(a, b); }
+INLINE I mul(I a, I b) { return wasm_i32x4_mul(a, b); }
+INLINE I shift_left_8(I a) { return wasm_i32x4_shl(a, 8); }
+INLINE I shift_right_8(I a) { return wasm_u32x4_shr(a, 8); }
+INLINE F to_float(I a) { return F(wasm_f32x4_convert_i32x4(a)); }
+INLINE F whole_of(F x) { return F(wasm_f32x4_nearest(I(x))); }
+INLINE I without_fraction(F a) { return wasm_i32x4_trunc_sat_f32x4(I(a)); }
+INLINE I to_nearest(F a) { return without_fraction(whole_of(a)); }
+INLINE F either(F a, F b, Some some) {
+    return F(wasm_v128_bitselect(I(a), I(b), wasm_i32x4_lt(wasm_i32x4_const(0, 1, 2, 3), set(some.count))));
+}
+INLINE float total(F a) { return (a[0] + a[2]) + (a[1] + a[3]); }
+INLINE float largest(F a) { return std::max(std::max(a[0], a[2]), std::max(a[1], a[3])); }
+INLINE F times_power(F y, F whole) { return mul(y, F(wasm_i32x4_shl(add(without_fraction(whole), set(127)), 23))); }
+
 #else
 
 constexpr int W = 1;
@@ -1127,6 +1217,10 @@ INLINE void unzip(const Bucket* from, F& thresholds, I& pairs) {
 #elif ADALOG_NEON
     const float32x4x2_t both = vld2q_f32(&from->threshold);
     thresholds = both.val[0], pairs = vreinterpretq_s32_f32(both.val[1]);
+#elif ADALOG_WASM
+    const I one = wasm_v128_load(from), two = wasm_v128_load(from + 2);
+    thresholds = F(wasm_i32x4_shuffle(one, two, 0, 2, 4, 6));
+    pairs = wasm_i32x4_shuffle(one, two, 1, 3, 5, 7);
 #else
     const float* at = &from->threshold;
     const F one = _mm256_loadu_ps(at), two = _mm256_loadu_ps(at + 8);
@@ -1149,6 +1243,10 @@ INLINE I by_distance(F x, const Steps& steps, int32_t half) {
     I size = vshlq_s32(vandq_s32(bits, vdupq_n_s32(0x7fffffff)), vdupq_n_s32(-steps.shift));
     size = vminq_s32(vmaxq_s32(vsubq_s32(size, vdupq_n_s32(steps.least)), vdupq_n_s32(0)), vdupq_n_s32(half - 1));
     return vaddq_s32(veorq_s32(size, vshrq_n_s32(bits, 31)), vdupq_n_s32(half));
+#elif ADALOG_WASM
+    const I bits = I(away), size = wasm_u32x4_shr(wasm_v128_and(bits, set(0x7fffffff)), steps.shift);
+    const I near = wasm_i32x4_min(wasm_i32x4_max(wasm_i32x4_sub(size, set(steps.least)), set(0)), set(half - 1));
+    return add(wasm_v128_xor(near, wasm_i32x4_shr(bits, 31)), set(half));
 #else
     const I bits = _mm256_castps_si256(away);
     I size = _mm256_srl_epi32(_mm256_and_si256(bits, set(0x7fffffff)), _mm_cvtsi32_si128(steps.shift));
@@ -1168,6 +1266,9 @@ INLINE I chosen(I pairs, F x, F thresholds, bool& no_number) {
     const uint32x4_t both = vreinterpretq_u32_s32(pairs);
     const uint32x4_t value = vbslq_u32(vcgeq_f32(x, thresholds), vshrq_n_u32(both, 16), vandq_u32(both, vdupq_n_u32(65535)));
     return vreinterpretq_s32_u32(value);
+#elif ADALOG_WASM
+    no_number |= !wasm_i32x4_all_true(wasm_f32x4_eq(I(thresholds), I(thresholds)));
+    return wasm_v128_bitselect(wasm_u32x4_shr(pairs, 16), wasm_v128_and(pairs, set(65535)), wasm_f32x4_ge(I(x), I(thresholds)));
 #else
     no_number |= _mm256_movemask_ps(_mm256_cmp_ps(thresholds, thresholds, _CMP_UNORD_Q)) != 0;
     const I above = _mm256_castps_si256(_mm256_cmp_ps(x, thresholds, _CMP_GE_OQ));
@@ -1752,6 +1853,47 @@ INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, Right
     }
 }
 
+#elif ADALOG_WASM
+
+// One instruction adds two products of 16 bits. The sums of terms 0 and 1 of a line, and of terms 2 and 3, stay in lanes of
+// their own until the end. Registers hold the sums of three rows and eight columns.
+template <int N>
+NOT_INLINE void multiply_rows(const uint8_t* left, int64_t row, const Right& right, const int32_t* base, int32_t* sums,
+                              int64_t width) {
+    for (int h = 0; h < 2; h++) {
+        I sum[N][4];
+        for (int r = 0; r < N; r++)
+            for (int q = 0; q < 4; q++) sum[r][q] = set(0);
+        const int8_t* at = right.data + LINE / 2 * h;
+        const int32_t lines = int32_t(right.lines);
+        for (int32_t g = 0; g < lines; g++, at += LINE) {
+            I bytes[4];
+            for (int q = 0; q < 4; q++) bytes[q] = wasm_i16x8_load8x8(at + 8 * q);
+            for (int r = 0; r < N; r++) {
+                const I x = wasm_u16x8_extend_low_u8x16(wasm_v128_load32_splat(left + r * row + g * GROUP));
+                for (int q = 0; q < 4; q++) sum[r][q] = add(sum[r][q], wasm_i32x4_dot_i16x8(x, bytes[q]));
+            }
+        }
+        for (int r = 0; r < N; r++)
+            for (int p = 0; p < 2; p++) {
+                const I one = sum[r][2 * p], two = sum[r][2 * p + 1];
+                const I both = add(wasm_i32x4_shuffle(one, two, 0, 2, 4, 6), wasm_i32x4_shuffle(one, two, 1, 3, 5, 7));
+                int32_t* to = sums + r * width + PANEL / 2 * h + W * p;
+                store(to, add(load(base ? base + PANEL / 2 * h + W * p : to, All{}), both), All{});
+            }
+    }
+}
+template <class Meanwhile>
+INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, Right right, int64_t panels,
+                           const int32_t* base, int32_t* sums, int64_t width, Meanwhile meanwhile) {
+    meanwhile(0, 1);
+    for (; panels; panels--, right.data += right.panel, sums += PANEL, base = base ? base + PANEL : base) {
+        int64_t r = 0;
+        for (; r + 3 <= rows; r += 3) multiply_rows<3>(left + r * row, row, right, base, sums + r * width, width);
+        for (; r < rows; r++) multiply_rows<1>(left + r * row, row, right, base, sums + r * width, width);
+    }
+}
+
 #else
 
 template <class Meanwhile>
@@ -1794,6 +1936,11 @@ INLINE int32_t sum_of(const uint8_t* bytes, int64_t count) {
     sum = _mm_cvtsi128_si32(half) + _mm_extract_epi32(half, 2);
 #elif ADALOG_NEON
     for (; i + 16 <= count; i += 16) sum += vaddlvq_u8(vld1q_u8(bytes + i));
+#elif ADALOG_WASM
+    I sums = set(0);
+    for (; i + 16 <= count; i += 16)
+        sums = add(sums, wasm_u32x4_extadd_pairwise_u16x8(wasm_u16x8_extadd_pairwise_u8x16(load(bytes + i))));
+    for (int j = 0; j < W; j++) sum += sums[j];
 #endif
     for (; i < count; i++) sum += bytes[i];
     return sum;
@@ -1978,6 +2125,25 @@ Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t
                     if (t + i < terms) row.val[i] = vsubq_u8(vld1q_u8(data + (t + i) * side.row + done), vdupq_n_u8(uint8_t(m)));
                 }
                 vst4q_u8(reinterpret_cast<uint8_t*>(memory.data + done / PANEL * panel + t / GROUP * LINE), row);
+            }
+#elif ADALOG_WASM
+        const I middles = wasm_i8x16_splat(int8_t(m));
+        for (; done + PANEL <= columns; done += PANEL)
+            for (int64_t t = 0; t < terms; t += GROUP) {
+                I row[GROUP];
+                for (int i = 0; i < GROUP; i++)
+                    row[i] = wasm_i8x16_sub(t + i < terms ? load(data + (t + i) * side.row + done) : middles, middles);
+                I pairs[4];  // of terms: the first eight columns of terms 0 and 1, their other columns, then terms 2 and 3
+                for (int i = 0; i < 4; i += 2) {
+                    pairs[i] = wasm_i8x16_shuffle(row[i], row[i + 1], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+                    pairs[i + 1] =
+                        wasm_i8x16_shuffle(row[i], row[i + 1], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+                }
+                uint8_t* to = reinterpret_cast<uint8_t*>(memory.data + done / PANEL * panel + t / GROUP * LINE);
+                for (int h = 0; h < 2; h++, to += LINE / 2) {
+                    store(to, wasm_i16x8_shuffle(pairs[h], pairs[h + 2], 0, 8, 1, 9, 2, 10, 3, 11));
+                    store(to + LINE / 4, wasm_i16x8_shuffle(pairs[h], pairs[h + 2], 4, 12, 5, 13, 6, 14, 7, 15));
+                }
             }
 #elif ADALOG_LEVEL
         const __m128i middles = _mm_set1_epi8(char(m));
