@@ -1,6 +1,6 @@
-// Runs recorded calls of the compiled kernels, for tests/test_native_arm.py, on a processor that has no Python.
+// Runs recorded calls of the compiled kernels on a processor that has no Python.
 //
-//     replay FILE LEVEL: FILE holds calls as `recorded` there writes them; what they wrote goes to standard output.
+//     replay FILE LEVEL THREADS: FILE holds calls as recorded_kernels.py writes them; what they wrote goes to standard output.
 
 #include <cstdint>
 #include <cstdio>
@@ -29,7 +29,7 @@ static uint8_t* bytes(int64_t& count) {
 int main(int, char** given) {
     file = std::fopen(given[1], "rb");
     const int level = std::atoi(given[2]);
-    void* context = adalog_open(2, level);
+    void* context = adalog_open(std::atoi(given[3]), level);
     if (!file || !context) return 4;  // this processor lacks the level
     using Kernel = int (*)(void*, const void*);
     const Kernel kernels[] = {adalog_linear, adalog_product, adalog_attention, adalog_norm,
@@ -43,13 +43,13 @@ int main(int, char** given) {
         uint8_t* arguments = bytes(size);
         for (int64_t pointers = number(); pointers; pointers--) {
             const int64_t at = number(), which = number();
-            std::memcpy(arguments + at, &memory[which], 8);
+            std::memcpy(arguments + at, &memory[which], sizeof(void*));
         }
         if (kernel == 0) {  // a stored weight: columns, terms, bits, left_zero, left_top
             int64_t told[5];
             for (int64_t& each : told) each = number();
             void* weights = adalog_weights(memory[0], reinterpret_cast<int32_t*>(memory[1]), told[0], told[1], told[2], told[3], told[4]);
-            std::memcpy(arguments, &weights, 8);
+            std::memcpy(arguments, &weights, sizeof weights);
         }
         if (kernels[kernel](context, arguments)) return 5;
         for (int64_t written = number(); written; written--) {
