@@ -1,0 +1,173 @@
+"""The module for browsers, in Node.js and in a browser. All is skipped if Emscripten, CMake or Node.js is missing."""
+
+import dataclasses
+import json
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import adalog.run
+from adalog import Calibration, Config, Preprocessing, Search, demo, library
+from adalog.export import to_pack
+from recorded_kernels import Recorder, run_model, run_products
+from test_native_model import HOSTILE, changed, mutants
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ROOT / "src" / "adalog" / "runtime" / "native"
+NODE, CMAKE, COMPILER = shutil.which("node"), shutil.which("emcmake"), shutil.which("em++")
+MEMORY = 2**28
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}"),
+    pytest.mark.skipif(not (NODE and CMAKE and COMPILER and shutil.which("cmake")), reason="needs emscripten and node"),
+]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder with the module."""
+    folder = tmp_path_factory.mktemp("web") / "built"
+    subprocess.run([CMAKE, "cmake", "-S", ROOT, "-B", folder], check=True, capture_output=True)
+    subprocess.run(["cmake", "--build", folder], check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def file(quantized, tmp_path_factory):
+    """A pack of a small model, for one image or three at once, with a preprocessing and the names of its classes."""
+    folder = tmp_path_factory.mktemp("pack")
+    quantized.save(folder / "model.safetensors")
+    preprocessing = Preprocessing(size=(32, 32), resize=36, fill=(1.0, 2.0, 3.0)).to_json()
+    classes = [f"class {number} ß" for number in range(10)]
+    whole = dataclasses.asdict(Preprocessing.from_json(preprocessing))
+    (folder / "model.adalog").write_bytes(to_pack(folder / "model.safetensors", (1, 3), whole, classes))
+    return folder / "model.adalog"
+
+
+def node(built, *arguments, given=b""):
+    command = [NODE, ROOT / "tests" / "web.mjs", built, *map(str, arguments)]
+    done = subprocess.run(command, input=given, capture_output=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    return done.stdout
+
+
+def logits_of(built, file, images, level):
+    return np.frombuffer(node(built, "run", file, level, given=images.tobytes()), np.float32).reshape(-1, 10)
+
+
+def test_the_module_is_small(built):
+    assert sum((built / name).stat().st_size for name in ("adalog.mjs", "adalog.wasm")) < 300_000
+
+
+def test_the_description(built, file, quantized):
+    found = json.loads(node(built, "describe", file, "wasm"))
+    about = adalog.run.load(file).describe()
+    assert (found["inputs"], found["outputs"]) == (about["inputs"], about["outputs"])
+    assert found["classes"] == [f"class {number} ß" for number in range(10)]
+    assert (found["bits"], found["level"], found["batches"]) == (quantized.config.bits, "wasm", [1, 3])
+    assert found["preprocessing"] == {
+        "height": 32,
+        "width": 32,
+        "resizeHeight": 36,
+        "resizeWidth": 36,
+        "resizeShorter": 36,
+        "interpolation": "bicubic",
+        "fit": "stretch",
+        "position": "center",
+        "channels": "rgb",
+        "fill": [1, 2, 3],
+        "mean": [0.485, 0.456, 0.406],
+        "std": [0.229, 0.224, 0.225],
+        "rescale": 1 / 255,
+    }
+
+
+def test_scalar_kernels_have_the_bits_of_this_processor(built, file):
+    images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(2)).numpy()
+    wanted = adalog.run.load(file, level="scalar")(images)
+    for count in (0, 1, 2, 8):
+        assert np.array_equal(logits_of(built, file, images[:count], "scalar"), wanted[:count])
+    assert np.allclose(logits_of(built, file, images, "wasm"), wanted, atol=0.2 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("bits", ["w4a4", "w8a8"])
+def test_bits_of_trained_weights(built, tmp_path, bits):
+    """The bundled model with the first of its blocks."""
+    model = demo.load_model()
+    model.blocks = model.blocks[:1]
+    search = Search(init=(8, 4), parents=4, steps=0, rounds=1)
+    config = dataclasses.replace(Config.preset(bits), images=4, search=search, stages=())
+    Calibration(model, demo.calibration_images()[:4]).quantize(config).save(tmp_path / "vit.safetensors")
+    (tmp_path / "vit.adalog").write_bytes(to_pack(tmp_path / "vit.safetensors"))
+    images = demo.test_images()[0][:9].numpy()
+    wanted = adalog.run.load(tmp_path / "vit.adalog", level="scalar")(images)
+    assert np.array_equal(logits_of(built, tmp_path / "vit.adalog", images, "scalar"), wanted)
+    assert np.array_equal(logits_of(built, tmp_path / "vit.adalog", images, "wasm").argmax(1), wanted.argmax(1))
+
+
+# --- the kernels -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def replay(tmp_path_factory):
+    """The program that replays calls, for Node.js."""
+    program = tmp_path_factory.mktemp("replay") / "replay.js"
+    flags = ["-O1", "-std=gnu++17", "-fwasm-exceptions", "-msimd128", f"-I{SOURCES}", '-DAPI=extern "C"']
+    # With a module that compiles later, Emscripten 3.1.6 fetches its file, which newer releases of Node.js refuse.
+    linked = ["-sNODERAWFS", "-sALLOW_MEMORY_GROWTH", "-sEXIT_RUNTIME", "-sWASM_ASYNC_COMPILATION=0"]
+    sources = [SOURCES / "native.cpp", ROOT / "tests" / "replay.cpp"]
+    subprocess.run([COMPILER, *flags, *linked, *sources, "-o", program], check=True)
+    return program
+
+
+def check(recorder, replay, folder):
+    recorder.save(folder / "calls")
+    for level in ("scalar", "wasm"):
+        command = [NODE, replay, folder / "calls", str(library.LEVELS.index(level)), "1"]
+        recorder.check(subprocess.run(command, capture_output=True, check=True).stdout)
+
+
+@pytest.mark.parametrize(("bits", "tables"), [("w4a4", "u8"), ("w8a8", "u16")])
+def test_calls_of_a_model(calibration, fast, images, replay, tmp_path, monkeypatch, bits, tables):
+    recorder = Recorder(monkeypatch, pointer=4)
+    run_model(calibration, images, fast.search, bits, tables)
+    check(recorder, replay, tmp_path)
+
+
+def test_accumulators(replay, tmp_path, monkeypatch):
+    """Equal to the last bit."""
+    recorder = Recorder(monkeypatch, pointer=4)
+    run_products()
+    check(recorder, replay, tmp_path)
+
+
+# --- what is hostile -------------------------------------------------------------------------------------------------
+
+
+def replies(built, packs):
+    """Open and run every pack: the message of each."""
+    given = b"".join(struct.pack("<q", len(each)) + each for each in packs)
+    lines = node(built, "open", MEMORY, given=given).decode().split("\n")
+    assert lines.pop() == ""
+    assert len(lines) == len(packs)
+    return lines
+
+
+def test_hostile_packs(built, file):
+    content = file.read_bytes()
+    found = replies(built, [content, *(changed(content, change) for change, _ in HOSTILE)])
+    assert found[0] == ""
+    for message, (_, wanted) in zip(found[1:], HOSTILE, strict=True):
+        assert wanted in message
+
+
+def test_mutated_packs(built, file):
+    """A kernel that leaves its memory would stop the module, or damage the memory of the allocator."""
+    found = replies(built, list(mutants(file.read_bytes(), 0, 300)))
+    assert not any("the library stopped" in message for message in found)
+    assert 200 < sum(bool(message) for message in found) < 300
