@@ -84,15 +84,15 @@ class Browser:
             os.write(self._send, json.dumps({**closing, "sessionId": self._session}).encode() + b"\0")
         return told
 
-    def open(self, path, width=1280, height=900, scheme="light"):
-        """Load a file, forgetting what pages before it wrote and asked for."""
+    def open(self, url, width=1280, height=900, scheme="light"):
+        """Load a page, forgetting what pages before it wrote and asked for."""
         media = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=media)
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Page.navigate", url="about:blank")
         self.messages, self.asked = [], []
-        self.call("Page.navigate", url=path.as_uri())
-        while self.value("document.readyState + location.protocol") != "completefile:":
+        self.call("Page.navigate", url=url)
+        while self.value("document.readyState + location.protocol") != f"complete{url.partition(':')[0]}:":
             pass
 
     def value(self, expression):

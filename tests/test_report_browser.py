@@ -34,7 +34,7 @@ def page(browser, tmp_path):
 
     def show(content, **options):
         path.write_bytes(content)
-        browser.open(path, **options)
+        browser.open(path.as_uri(), **options)
         return browser
 
     yield show

@@ -1,19 +1,24 @@
 """The module for browsers, in Node.js and in a browser. All is skipped if Emscripten, CMake or Node.js is missing."""
 
 import dataclasses
+import functools
+import http.server
 import json
 import shutil
 import struct
 import subprocess
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import adalog.run
 from adalog import Calibration, Config, Preprocessing, Search, demo, library
 from adalog.export import to_pack
+from browser import Browser, find
 from recorded_kernels import Recorder, run_model, run_products
 from test_native_model import HOSTILE, changed, mutants
 
@@ -42,11 +47,16 @@ def file(quantized, tmp_path_factory):
     """A pack of a small model, for one image or three at once, with a preprocessing and the names of its classes."""
     folder = tmp_path_factory.mktemp("pack")
     quantized.save(folder / "model.safetensors")
-    preprocessing = Preprocessing(size=(32, 32), resize=36, fill=(1.0, 2.0, 3.0)).to_json()
+    preprocessing = Preprocessing(size=(32, 32), resize=32, fill=(1.0, 2.0, 3.0)).to_json()
     classes = [f"class {number} ß" for number in range(10)]
     whole = dataclasses.asdict(Preprocessing.from_json(preprocessing))
     (folder / "model.adalog").write_bytes(to_pack(folder / "model.safetensors", (1, 3), whole, classes))
     return folder / "model.adalog"
+
+
+def softmax(logits):
+    powers = np.exp(logits.astype(np.float64) - logits.max())
+    return powers / powers.sum()
 
 
 def node(built, *arguments, given=b""):
@@ -73,9 +83,9 @@ def test_the_description(built, file, quantized):
     assert found["preprocessing"] == {
         "height": 32,
         "width": 32,
-        "resizeHeight": 36,
-        "resizeWidth": 36,
-        "resizeShorter": 36,
+        "resizeHeight": 32,
+        "resizeWidth": 32,
+        "resizeShorter": 32,
         "interpolation": "bicubic",
         "fit": "stretch",
         "position": "center",
@@ -171,3 +181,80 @@ def test_mutated_packs(built, file):
     found = replies(built, list(mutants(file.read_bytes(), 0, 300)))
     assert not any("the library stopped" in message for message in found)
     assert 200 < sum(bool(message) for message in found) < 300
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(built, file, tmp_path_factory):
+    """The folder and the address of the example, with a pack that it opens by default."""
+    folder = tmp_path_factory.mktemp("site") / "site"
+    shutil.copytree(ROOT / "examples" / "web", folder)
+    for each in (built / "adalog.mjs", built / "adalog.wasm", file):
+        shutil.copy(each, folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield folder, f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+def wait(browser, expression):
+    """Wait until an expression is true, for at most 30 seconds."""
+    late = "setTimeout(() => done(false), 3e4)"
+    look = f"const look = () => (({expression}) ? done(true) : setTimeout(look, 20)); look()"
+    assert browser.value(f"new Promise((done) => {{ {late}; {look} }})")
+
+
+def drop(browser, name):
+    """Drop a file of the site on the page."""
+    transfer = f"const dataTransfer = new DataTransfer(); dataTransfer.items.add(new File([blob], '{name}'))"
+    event = "new DragEvent('drop', { dataTransfer, cancelable: true })"
+    dropped = f"(blob) => {{ {transfer}; document.dispatchEvent({event}); }}"
+    browser.value(f"fetch('{name}').then((read) => read.blob()).then({dropped})")
+
+
+@pytest.mark.skipif(find() is None, reason="no Chromium here: the Debian package chromium has one")
+def test_the_page(built, file, site, tmp_path):
+    """The page answers as Node.js does if no pixel is resized. It takes other packs and refuses hostile ones."""
+    folder, address = site
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    Image.fromarray(pixels).save(folder / "picture.png")
+    (folder / "other.adalog").write_bytes(changed(file.read_bytes(), lambda header: header.update(classes=None)))
+    change, refusal = HOSTILE[0]
+    (folder / "hostile.adalog").write_bytes(changed(file.read_bytes(), change))
+    image = Preprocessing(size=(32, 32), resize=32)(Image.fromarray(pixels)).numpy()
+    (logits,) = logits_of(built, file, image[None], "wasm")
+    best = np.argsort(-logits)[:5]
+    model, error = (f"document.getElementById('{name}').textContent" for name in ("model", "error"))
+    rows = "[...document.querySelectorAll('tbody tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
+    browser = Browser(tmp_path)
+    try:
+        browser.open(address)
+        wait(browser, f"{model}.includes('MB')")
+        size = file.stat().st_size / 1e6
+        assert f"model.adalog: {size:.1f} MB, w" in browser.value(model)
+        drop(browser, "picture.png")
+        wait(browser, f"{rows}.length || {error}")
+        assert browser.value(error) == ""
+        shown = browser.value(rows)
+        assert [name for name, _ in shown] == [f"class {number} ß" for number in best]
+        assert [float(share[:-2]) for _, share in shown] == pytest.approx(100 * softmax(logits)[best], abs=0.1)
+        drop(browser, "other.adalog")
+        wait(browser, f"{model}.includes('other.adalog')")
+        drop(browser, "picture.png")
+        wait(browser, f"{rows}.length && {rows}[0][0] === 'class {best[0]}'")
+        drop(browser, "hostile.adalog")
+        wait(browser, f"{error} !== ''")
+        assert refusal in browser.value(error)
+        assert all(each.startswith((address, "blob:", "data:")) for each in browser.asked)
+        assert browser.messages == []
+    finally:
+        browser.close()
