@@ -12,11 +12,13 @@ async function open(file) {
     throw new Error("this model is not a classifier of pictures");
   if (!opened.preprocessing) throw new Error("this pack does not say how to prepare a picture");
   const { width, height } = opened.preprocessing;
-  if (`${input}` !== `3,${height},${width}`) throw new Error("this pack prepares pictures of another size than its model");
+  if (`${input}` !== `3,${height},${width}`)
+    throw new Error("this pack prepares pictures of another size than its model takes");
   model?.close();
   model = opened;
   const megabytes = (file.size / 1e6).toFixed(1);
-  return { model: `${file.name ?? "model.adalog"}: ${megabytes} MB, ${model.bits}, ${model.level} kernels. Drop a picture.` };
+  const name = file.name ?? "model.adalog";
+  return { model: `${name}: ${megabytes} MB, ${model.bits}, ${model.level} kernels. Drop a picture.` };
 }
 
 async function classify(file) {
@@ -46,7 +48,8 @@ async function answer(work) {
 
 let queue = answer(async () => {
   const response = await fetch("model.adalog");
-  return response.ok ? open(await response.blob()) : { model: "There is no model.adalog beside this page: drop a pack." };
+  if (!response.ok) return { model: "There is no model.adalog beside this page: drop a pack." };
+  return open(await response.blob());
 });
 onmessage = ({ data }) => {
   queue = queue.then(() => answer(async () => ((await isPack(data)) ? open(data) : classify(data))));

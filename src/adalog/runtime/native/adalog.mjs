@@ -7,8 +7,8 @@
 //
 // `adalog.wasm`, the library of adalog.h, must lie beside this file. docs/how-to/run-in-the-browser.md has the steps.
 //
-// A pack may be hostile: it is either refused, or it runs within a memory of its own. Each model has its own instance of
-// the module, so no model can read the memory of another.
+// A pack may be hostile: it is either refused, or it runs within a memory of its own. Each model has an instance of the
+// module, so no model can read the memory of another.
 
 const ARRAYS = [Float32Array, Float64Array, Uint8Array, Int32Array, BigInt64Array, Uint8Array];
 const TYPES = ["float32", "float64", "uint8", "int32", "int64", "bool"]; // in the order of adalog_type
@@ -30,7 +30,7 @@ async function compile() {
   return WebAssembly.compile(await read(new URL("adalog.wasm", import.meta.url)));
 }
 
-// The memory of an instance, by the layout that C has in 32 bits. Memory that grows gets a new buffer, so no view is kept.
+// The memory of an instance, by the layout that C has in 32 bits. Memory that grows gets a new buffer: keep no view.
 class Memory {
   constructor(wasm) {
     this.wasm = wasm;
@@ -81,7 +81,8 @@ function value(memory, at) {
 
 function preprocessing(memory, at) {
   const [height, width, resizeHeight, resizeWidth, resizeShorter] = memory.list(at, 5, 4, (each) => memory.int(each));
-  const [interpolation, fit, position, channels] = memory.list(at + 20, 4, 4, (each) => memory.text(memory.address(each)));
+  const words = memory.list(at + 20, 4, 4, (each) => memory.text(memory.address(each)));
+  const [interpolation, fit, position, channels] = words;
   return {
     ...{ height, width, resizeHeight, resizeWidth, resizeShorter, interpolation, fit, position, channels },
     fill: memory.int(at + 36) ? memory.doubles(at + 40, 3) : null,
@@ -101,7 +102,7 @@ class Model {
     this.#memory = memory;
     const bytes = memory.put(pack);
     const level = options.level === undefined ? 0 : memory.put(new TextEncoder().encode(`${options.level}\0`));
-    const settings = memory.put(Uint32Array.of(1, level, options.memory ?? 0));
+    const settings = memory.put(Uint32Array.of(1, level, Math.min(options.memory ?? 0, 2 ** 32 - 1)));
     const handle = memory.take(4);
     this.#call((error) => wasm.adalog_model_open_memory(bytes, pack.byteLength, settings, handle, error));
     this.#handle = memory.address(handle);
@@ -190,12 +191,11 @@ export async function load(source, options = {}) {
   const pack = await read(source);
   compiled ??= compile();
   compiled.catch(() => (compiled = undefined)); // the next call tries again
-  let wasm;
   const stop = (status) => {
     throw new Error(`it exits with ${status}`);
   };
   const imports = { env: { emscripten_notify_memory_growth() {} }, wasi_snapshot_preview1: { proc_exit: stop } };
-  wasm = (await WebAssembly.instantiate(await compiled, imports)).exports;
+  const wasm = (await WebAssembly.instantiate(await compiled, imports)).exports;
   wasm._initialize();
   return new Model(wasm, pack, options);
 }
