@@ -28,12 +28,14 @@ from benchmarks import (
     speed_tables,
     sweep,
     throughput,
+    web,
 )
 from benchmarks import demo as demo_benchmark
 from benchmarks import search as search_benchmark
 from benchmarks.roof import Roofs
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -356,6 +358,28 @@ def test_load(tiny_demo, result_of, monkeypatch):
     (row,) = result_of(load, "--model", "demo", "--repeats", 1)["rows"]
     assert row["ratios"].keys() == {"numpy"}
     assert row["ways"]["run"]["ready_seconds"] > 0
+
+
+@needs_kernels
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.filterwarnings("ignore")  # of the exporter
+def test_web(tiny_demo, result_of, tmp_path):
+    """Stand-ins for both modules answer at once: tests/test_web.py runs the real one."""
+    pytest.importorskip("onnx")
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "package.json").write_text('{"version": "1.2.3"}')
+    (tmp_path / "adalog.wasm").write_bytes(b"four")
+    (tmp_path / "adalog.mjs").write_text("export const load = async () => ({ run() {} });")
+    (tmp_path / "dist" / "ort.wasm.min.mjs").write_text(
+        "export const env = { wasm: {} }, Tensor = class {};"
+        "export const InferenceSession = { create: async () => ({ inputNames: ['images'], run: async () => {} }) };"
+    )
+    folders = ("--module", tmp_path, "--ort", tmp_path)
+    result = result_of(web, *folders, "--model", "demo", "--bits", "w4a4", "--calls", 2)
+    assert (result["versions"]["onnxruntime-web"], result["module_bytes"]["adalog.wasm"]) == ("1.2.3", 4)
+    found = result["models"]["demo"]
+    assert found["milliseconds"].keys() == {"wasm w4a4", "scalar w4a4", "onnxruntime-web float32"}
+    assert found["bytes"].keys() == {"w4a4", "onnxruntime-web float32"}
 
 
 @pytest.fixture
