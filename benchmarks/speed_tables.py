@@ -305,6 +305,22 @@ def export_table() -> str:
     return f"{markdown_table([*heads, 'time', 'ONNX file [MB]'], lines)}\n\n{note} {source(*results)}"
 
 
+def web_table() -> str:
+    """Return the times of packs in WebAssembly, and of a float32 model in the same run."""
+    result, lines = read("web"), []
+    for model, row in result["models"].items():
+        times = {name: each["median"] for name, each in row["milliseconds"].items()}
+        float32 = next(time for name, time in times.items() if name.startswith("onnxruntime"))
+        for name, time in times.items():
+            lines.append([name_model(model), name, f"{time:.1f}", f"{time / float32:.2f}"])
+    note = (
+        "The median time of a call with one image, on one thread, by kernels and bits. The weights are random. "
+        f"adalog's module has {sum(result['module_bytes'].values()) / 1e3:.0f} kB. Node.js "
+        f"{result['versions']['node']}, onnxruntime-web {result['versions']['onnxruntime-web']}. {source('web')}"
+    )
+    return f"{markdown_table(['model', 'engine', 'ms', 'of float32'], lines)}\n\n{note}"
+
+
 def gpu_table() -> str:
     """Return what adalog takes on a GPU; parts of it were measured at an earlier commit."""
     return "\n\n".join(_gpu_table(name) for name in ("gpu", "gpu-search") if exists(name))
