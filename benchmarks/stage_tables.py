@@ -61,8 +61,8 @@ def earlier_stages_table() -> str:
         "Top-1, and in brackets the agreement with full precision and the number of seeds if there are several. Each "
         f"stage follows the one above it. {judged}. Rows of TinyViT at W8A8 and W6A6, and those from 128 images, took "
         "200 steps a block with a tenth of the activations exact; all other rows took 400 steps with half of them "
-        "exact. No trained block was taken back, training of the whole model used the squared error alone, and all rows "
-        "of a correction counted alike."
+        "exact. No trained block was taken back. Training of the whole model used the squared error alone, and a "
+        "correction counted all rows alike."
     )
     return f"{table}\n\n{note} {source('reconstruct-demo', *TINY)}"
 
