@@ -257,7 +257,10 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         for each in (searched, fitted, trained):
             each.cache_clear()
     fp32 = float((reference == case.labels).double().mean())
-    result = {"fp32": fp32, "judged": len(reference), "iterations": Reconstruction().iterations, "rows": rows}
+    training = choices_of(ALONE, counts[-1])
+    assert isinstance(training, Reconstruction)
+    steps = {"blocks": Reconstruction().iterations, "model": training.iterations}
+    result = {"fp32": fp32, "judged": len(reference), "iterations": steps, "rows": rows}
     result["machine"] = machine()
     publish(result, given.json or RESULTS / f"reconstruct-{model}.json")
 
