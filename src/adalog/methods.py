@@ -43,8 +43,8 @@ METHODS: dict[str, Method] = {
             "stages": (
                 Correction(images=Reconstruction().images),
                 # Training blocks first takes longer, and the result is no better (docs/benchmarks/stages.md). At these
-                # rates, scales and biases change, and hardly any code does. Larger rates made 4-bit models worse. The
-                # KL divergence, which this loss adds for a classifier, keeps the power of the logits.
+                # rates, scales and biases change, and hardly any code does. A larger rate of scales did not improve
+                # TinyViT. The KL divergence, which this loss adds for a classifier, keeps the power of the logits.
                 Reconstruction(scope="model", loss="output", iterations=800, drop=0.0, rate=0.003, scale_rate=0.001),
             ),
         },
