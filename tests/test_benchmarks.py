@@ -426,11 +426,11 @@ def test_reconstruct(tiny_demo, result_of, monkeypatch):
     few = {"images": 8, "batch": 4, "iterations": 2}
     stages = {
         "correction": Correction(images=8),
+        reconstruct.ALONE: Reconstruction(**few, scope="model"),
         "reconstruction": Reconstruction(**few),
         "end-to-end": Reconstruction(**few, scope="model"),
     }
     monkeypatch.setattr(reconstruct, "choices_of", lambda stage, images: stages[stage])
-    stages[reconstruct.ALONE] = stages["end-to-end"]
     result = result_of(reconstruct, "--bits", "w3a3", "--images", 8, "--stages", *stages)
     assert [row["stage"] for row in result["rows"]] == list(stages)
 

@@ -328,9 +328,12 @@ def _image_dimensions(
         seen: dict[str, Tensor] = {}
 
         def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
+            if node.name in dimensions and step > 1:
+                axis = dimensions[node.name]
+                rows = result.movedim(axis, 0).reshape(result.shape[axis], -1)
+                result = rows[:, :: coprime(step, rows.shape[1])].clone()
             if node.name in dimensions:
-                rows = result.movedim(dimensions[node.name], 0).flatten(1)
-                seen[node.name] = result if step == 1 else rows[:, :: coprime(step, rows.shape[1])].clone()
+                seen[node.name] = result
 
         program.run([value[first : first + count] for value in images], watch)
         return seen
