@@ -35,7 +35,7 @@ _CORRECTION = {
     "codes_in_turn": (*(_POINTER,) * 5, ctypes.c_double, *_THREE, *(_SIZE,) * 4, _POINTER, _POINTER),
 }
 _MOST_ROWS = 64  # whose codes are chosen in one call
-_MOST_ELEMENTS = 2**31  # that the kernels of Triton can number
+MOST_ELEMENTS = 2**31  # that the kernels of Triton can number
 _LEAST = 16  # consecutive values that share parameters; with fewer, PyTorch is faster
 
 
@@ -108,13 +108,13 @@ def _sizes_for(x: Tensor, parameters: Sequence[Tensor]) -> tuple[int, int, int] 
 
 def nearest_uniform(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor | None:
     """Return the same values as `uniform_fake_quantize`, in the layout of x."""
-    found = kernels(x, scale, zero_point)
-    if found is not None:
+    module = kernels(x, scale, zero_point)
+    if module is not None:
         sizes = _sizes_for(x, (scale, zero_point))
         if sizes is None or not x.is_contiguous() or not x.numel():
             return None
         result = torch.empty_like(x)
-        found.nearest_uniform(x, scale.contiguous(), zero_point.contiguous(), 2**bits - 1, sizes, result)
+        module.nearest_uniform(x, scale.contiguous(), zero_point.contiguous(), 2**bits - 1, sizes, result)
         return result
     taken = _taken("nearest_uniform", x, scale, zero_point)
     if taken is None:
@@ -195,11 +195,11 @@ def codes_in_turn(
     blocks = left[:, span], form[:, span, span], None if base is None else base[:, span]
     moved = torch.empty((groups, len(rows), outputs), dtype=left.dtype, device=left.device)
     if left.device.type == "cuda":
-        found = kernels(*wholes, form, dtype=torch.float64)
-        if found is None:
+        module = kernels(*wholes, form, dtype=torch.float64)
+        if module is None:
             return None
         with torch.cuda.device(left.device):
-            found.launch_codes_in_turn(*blocks, *parameters, 2**bits - 1, codes[:, span], moved)
+            module.launch_codes_in_turn(*blocks, *parameters, 2**bits - 1, codes[:, span], moved)
         return moved
     call = compiled("codes_in_turn", *wholes, form, dtype=torch.float64)
     if call is None:
@@ -215,7 +215,7 @@ def kernels(*values: Tensor, dtype: torch.dtype = torch.float32) -> Any:
 
     It takes tensors of one dtype on a CUDA device, of fewer than 2**31 elements each.
     """
-    able = all(value.is_cuda and value.dtype == dtype and value.numel() < _MOST_ELEMENTS for value in values)
+    able = all(value.is_cuda and value.dtype == dtype and value.numel() < MOST_ELEMENTS for value in values)
     if not able or not are_values(*values) or any(value.is_neg() for value in values):
         return None
     return _triton_kernels()

@@ -181,6 +181,19 @@ def uniform_of_bounds(lower: Tensor, upper: Tensor, top: int, least: float) -> t
     return scale, zero_point
 
 
+# Limits numbers, and passes NaN on.
+@triton.jit
+def _limited(number, least, most):  # type: ignore[no-untyped-def]
+    number = tl.where(number < least, least, number)
+    return tl.where(number > most, most, number)
+
+
+# Rounds to whole numbers, halves to even. The sum with `whole` has no room for a fraction.
+@triton.jit  # type: ignore[untyped-decorator]
+def _rounded(number, whole: tl.constexpr):  # type: ignore[no-untyped-def]
+    return (number + whole) - whole
+
+
 # Sizes and strides are not specialised, so that one compiled kernel serves all weights.
 @triton.jit(do_not_specialize=("top", "rows", "outputs", "stride", "form_group", "form_row", "form_column"))  # type: ignore[untyped-decorator]
 def _codes_in_turn(  # type: ignore[no-untyped-def]
@@ -220,12 +233,8 @@ def _codes_in_turn(  # type: ignore[no-untyped-def]
         if base is not None:
             now = tl.load(base + at, mask=inside, other=0.0)
             value = now + value / own
-        code = value / step
-        code = tl.where(code < -moderate, -moderate, code)
-        code = tl.where(code > moderate, moderate, code)
-        code = (code + whole) - whole + zero
-        code = tl.where(code < 0.0, 0.0, code)
-        code = tl.where(code > top, top, code)
+        code = _rounded(_limited(value / step, -moderate, moderate), whole) + zero
+        code = _limited(code, 0.0, top)
         level = (code - zero) * step
         if base is not None:
             change = level - now
@@ -265,13 +274,8 @@ def _uniform_errors(  # type: ignore[no-untyped-def]
         step = tl.load(scale + candidate * own + group, mask=taken, other=1.0)
         low = -tl.load(zero_point + candidate * own + group, mask=taken, other=0.0)
         high = low + top
-        steps = tl.div_rn(value, step)
-        steps = tl.where(steps < -moderate, -moderate, steps)
-        steps = tl.where(steps > moderate, moderate, steps)
-        steps = (steps + whole) - whole
-        steps = tl.where(steps < low, low, steps)
-        steps = tl.where(steps > high, high, steps)
-        error = steps * step - value
+        steps = _rounded(_limited(tl.div_rn(value, step), -moderate, moderate), whole)
+        error = _limited(steps, low, high) * step - value
         tl.store(result + at + candidate * matrix, error.to(result.dtype.element_ty), mask=taken)
 
 
@@ -295,12 +299,8 @@ def _nearest_uniform(  # type: ignore[no-untyped-def]
     group = (place // after) % own
     step = tl.load(scale + group, mask=inside, other=1.0)
     zero = tl.load(zero_point + group, mask=inside, other=0.0)
-    code = tl.div_rn(value, step)
-    code = tl.where(code < -moderate, -moderate, code)
-    code = tl.where(code > moderate, moderate, code)
-    code = (code + whole) - whole + zero
-    code = tl.where(code < 0.0, 0.0, code)
-    code = tl.where(code > top, top, code)
+    code = _rounded(_limited(tl.div_rn(value, step), -moderate, moderate), whole) + zero
+    code = _limited(code, 0.0, top)
     tl.store(result + place, (code - zero) * step, mask=inside)
 
 
@@ -423,10 +423,10 @@ def _own_errors(  # type: ignore[no-untyped-def]
     upper = tl.load(cuts, mask=above, other=0.0)
     lower = tl.load(cuts - 1, mask=below, other=0.0)
     # The numbers of values below both cuts of each level, each by a binary search between two places.
-    begin = tl.where(below, 0, 0)
+    begin = tl.zeros((together, padded), dtype=tl.int32)
     begin_most = tl.where(below, length, 0)
     end = tl.where(above, 0, length)
-    end_most = tl.where(inside, length, length)
+    end_most = begin + length
     for _ in range(halvings):
         open_begin = begin < begin_most
         middle = (begin + begin_most) // 2
@@ -475,9 +475,6 @@ def _uniform_of_bounds(  # type: ignore[no-untyped-def]
     tops = tl.zeros((block,), dtype=tl.float32) + top
     step = tl.div_rn(high - low, tops)
     step = tl.where(step < least, least, step)
-    zero = tl.div_rn(-low, step)
-    zero = (zero + whole) - whole
-    zero = tl.where(zero < 0.0, 0.0, zero)
-    zero = tl.where(zero > top, top, zero)
+    zero = _limited(_rounded(tl.div_rn(-low, step), whole), 0.0, top)
     tl.store(scale + place, step, mask=inside)
     tl.store(zero_point + place, zero, mask=inside)

@@ -60,11 +60,11 @@ def bounds_to_uniform(lower: Tensor, upper: Tensor, bits: int) -> tuple[Tensor, 
     """
     top = 2**bits - 1
     trained = torch.is_grad_enabled() and (lower.requires_grad or upper.requires_grad)
-    found = None if trained or lower.shape != upper.shape else kernels(lower, upper)
-    if found is not None and lower.ndim and lower.numel():
+    module = None if trained or lower.shape != upper.shape else kernels(lower, upper)
+    if module is not None and lower.ndim and lower.numel():
         ends = [each.reshape(len(each), -1) for each in (lower, upper)]
         ends = [each if each.stride(1) == 1 else each.contiguous() for each in ends]
-        scale, zero_point = found.uniform_of_bounds(*ends, top, least_scale(lower.dtype))
+        scale, zero_point = module.uniform_of_bounds(*ends, top, least_scale(lower.dtype))
         return scale.view(lower.shape), zero_point.view(lower.shape)
     lower, upper = lower.clamp(max=0), upper.clamp(min=0)
     scale = ((upper - lower) / top).clamp(min=least_scale(lower.dtype))

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from adalog.device import waits_for_launches
-from adalog.quantizers.elementwise import KINDS, compiled, kernels, sizes_around
+from adalog.quantizers.elementwise import KINDS, MOST_ELEMENTS, compiled, kernels, sizes_around
 
 # Sums of fewer values than this are left to PyTorch on CUDA devices.
 _LEAST_SUMMED = 16
-_MOST_ELEMENTS = 2**31  # of all candidates together, which a kernel numbers
 
 
 def _function(name: str, dtype: torch.dtype, *values: Tensor) -> Callable[..., None] | None:
@@ -30,8 +29,8 @@ def _function(name: str, dtype: torch.dtype, *values: Tensor) -> Callable[..., N
 
 
 def _kernels(count: int, dtype: torch.dtype, *values: Tensor) -> Any:
-    """Return the module of kernels if it can take these values, the first one with `count` candidates, else None."""
-    able = dtype in KINDS and 0 < count * values[0].numel() < _MOST_ELEMENTS
+    """Return the module of kernels if it can take these values and number all candidates of the first, else None."""
+    able = dtype in KINDS and 0 < count * values[0].numel() < MOST_ELEMENTS
     return kernels(*values) if able else None
 
 
@@ -78,12 +77,12 @@ def uniform_errors(
     function = _function("uniform_errors", dtype, values, scale, zero_point)
     sizes = sizes_around(values.shape, own_dims)
     fit = sizes is not None and scale.numel() == zero_point.numel() == len(scale) * sizes[1]
-    found = _kernels(len(scale), dtype, values, scale, zero_point)
-    if found is not None and sizes is not None and fit:
+    module = _kernels(len(scale), dtype, values, scale, zero_point)
+    if module is not None and sizes is not None and fit:
         values, scale, zero_point = values.contiguous(), *(each.reshape(len(each), -1) for each in (scale, zero_point))
         result = _empty(len(scale), values, dtype)
         parameters = scale.contiguous(), zero_point.contiguous(), 2**bits - 1
-        found.uniform_errors(values, *parameters, sizes, _matrix(values), result)
+        module.uniform_errors(values, *parameters, sizes, _matrix(values), result)
         return result
     if function is None or sizes is None or not fit:
         scale, zero_point = (shaped_against(each, values.shape, own_dims) for each in (scale, zero_point))
@@ -108,9 +107,9 @@ def table_errors(values: Tensor, bins: Tensor, tables: Tensor, dtype: torch.dtyp
     function = _function("table_errors", dtype, values, tables) if fit else None
     result = _empty(len(tables), values, dtype)
     values, bins, tables = values.contiguous(), bins.contiguous(), tables.contiguous()
-    found = _kernels(len(tables), dtype, values, tables) if bins.dtype == torch.int32 else None
-    if found is not None and bins.numel() == values.numel():
-        found.table_errors(values, bins, tables, _matrix(values), result)
+    module = _kernels(len(tables), dtype, values, tables) if bins.dtype == torch.int32 else None
+    if module is not None and bins.numel() == values.numel():
+        module.table_errors(values, bins, tables, _matrix(values), result)
         return result
     if function is None and waits_for_launches(values.device):  # one launch for all candidates
         return tables.index_select(1, bins.view(-1)).view(result.shape).sub_(values).to(dtype)
@@ -134,12 +133,12 @@ def sums(product: Tensor, base: Tensor, error: Tensor | None, own_dims: Sequence
     function, sizes = _function("sums", product.dtype, base), sizes_around(base.shape, own_dims)
     fit = product.shape[1:] == base.shape and (error is None or error.shape == product.shape)
     fit = fit and (error is None or error.dtype == product.dtype)
-    found = _kernels(len(product), product.dtype, base)
-    if found is not None and sizes is not None and fit and sizes[2] >= _LEAST_SUMMED:
+    module = _kernels(len(product), product.dtype, base)
+    if module is not None and sizes is not None and fit and sizes[2] >= _LEAST_SUMMED:
         count, base, product = len(product), base.contiguous(), _together(product).contiguous()
         error = None if error is None else _together(error).contiguous()
         shape = count, *(base.shape[dim] for dim in own_dims)
-        added: Tensor = found.sums(product, base, error, sizes, _matrix(base), count)
+        added: Tensor = module.sums(product, base, error, sizes, _matrix(base), count)
         return added.view(shape)
     if function is None or sizes is None or not fit:
         alpha = 1 if error is None else 2

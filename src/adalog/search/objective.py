@@ -368,9 +368,9 @@ class OwnError:
     def loss(self, levels: Tensor, thresholds: Tensor) -> Tensor:
         """Return the errors (K, G) of quantizers with levels (K, G, L) and thresholds (K, G, L - 1), both ascending."""
         count, groups, size = levels.shape
-        found = kernels(self.sorted, self.sums, self.squares, levels, thresholds, dtype=torch.float64)
-        if found is not None:
-            errors: Tensor = found.own_errors(
+        module = kernels(self.sorted, self.sums, self.squares, levels, thresholds, dtype=torch.float64)
+        if module is not None:
+            errors: Tensor = module.own_errors(
                 self.sorted, self.sums, self.squares, levels.contiguous(), thresholds.contiguous()
             )
             return errors
