@@ -196,11 +196,7 @@ def _passed(program: Program, ends: Iterable[int]) -> list[list[str]]:
     count = len(program.nodes)
     lasts = {name: index for index, node in enumerate(program.nodes) for name in node.refs()}
     lasts |= dict.fromkeys(refs_of(program.output), count)
-    made, depends = dict[str, int](), set(program.inputs)
-    for index, node in enumerate(program.nodes):
-        if not depends.isdisjoint(node.refs()):
-            depends.add(node.name)
-            made[node.name] = index
+    made = {node.name: index for index, node in enumerate(program.nodes) if node.name in program.of_inputs}
     return [[name for name, index in made.items() if index < end <= lasts.get(name, -1)] for end in ends]
 
 
