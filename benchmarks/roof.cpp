@@ -194,68 +194,51 @@ int64_t dots(int64_t rounds) {
     return rounds * 4 * 16 * 16 * 64;
 }
 
-#elif ADALOG_ROOF == 3
+#elif ADALOG_ROOF
 
-int64_t dots(int64_t rounds) {
-    __m512i sums[CHAINS] = {}, left = _mm512_set1_epi32(0x01020304), right = _mm512_set1_epi32(0x7f010203);
-    asm volatile("" : "+v"(left), "+v"(right));
+// Adds products to each accumulator in turn. step: adds those of a vector, which the compiler takes for a new one each time.
+template <class I, class Step>
+INLINE int64_t chains(int64_t rounds, I left, Step step) {
+    I sums[CHAINS] = {};
 #pragma GCC unroll 12
-    for (int i = 0; i < CHAINS; i++) asm volatile("" : "+v"(sums[i]));  // else the compiler merges equal sums
-    for (int64_t round = 0; round < rounds; round++)
-#pragma GCC unroll 12
-        for (int i = 0; i < CHAINS; i++) sums[i] = _mm512_dpbusd_epi32(sums[i], left, right);
-#pragma GCC unroll 12
-    for (int i = 0; i < CHAINS; i++) asm volatile("" : "+v"(sums[i]));
-    return rounds * CHAINS * 64;
-}
-
-#elif ADALOG_ROOF == 2
-
-int64_t dots(int64_t rounds) {
-    __m256i sums[CHAINS] = {}, left = _mm256_set1_epi32(0x01020304), right = _mm256_set1_epi32(0x7f010203);
-    asm volatile("" : "+x"(left), "+x"(right));
-#pragma GCC unroll 12
-    for (int i = 0; i < CHAINS; i++) asm volatile("" : "+x"(sums[i]));
-    for (int64_t round = 0; round < rounds; round++)
-#pragma GCC unroll 12
-        for (int i = 0; i < CHAINS; i++) sums[i] = _mm256_dpbusd_avx_epi32(sums[i], left, right);
-#pragma GCC unroll 12
-    for (int i = 0; i < CHAINS; i++) asm volatile("" : "+x"(sums[i]));
-    return rounds * CHAINS * 32;
-}
-
-#elif ADALOG_ROOF == 1
-
-// Bytes are multiplied as 16-bit numbers, so that a sum of two products does not saturate.
-int64_t dots(int64_t rounds) {
-    __m256i sums[CHAINS] = {}, left = _mm256_set1_epi32(0x00020004), right = _mm256_set1_epi32(0x007f0003);
-#pragma GCC unroll 12
-    for (int i = 0; i < CHAINS; i++) asm volatile("" : "+x"(sums[i]));
+    for (int i = 0; i < CHAINS; i++) asm volatile("" : "+x"(sums[i]));  // else the compiler merges equal sums
     for (int64_t round = 0; round < rounds; round++)
 #pragma GCC unroll 12
         for (int i = 0; i < CHAINS; i++) {
             asm volatile("" : "+x"(left));
-            sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(left, right));
+            sums[i] = step(sums[i], left);
         }
 #pragma GCC unroll 12
     for (int i = 0; i < CHAINS; i++) asm volatile("" : "+x"(sums[i]));
-    return rounds * CHAINS * 16;
+    return rounds * CHAINS;
+}
+
+#if ADALOG_ROOF == 3
+int64_t dots(int64_t rounds) {
+    const __m512i right = _mm512_set1_epi32(0x7f010203);
+    auto step = [&](__m512i sum, __m512i left) { return _mm512_dpbusd_epi32(sum, left, right); };
+    return 64 * chains(rounds, _mm512_set1_epi32(0x01020304), step);
+}
+#elif ADALOG_ROOF == 2
+int64_t dots(int64_t rounds) {
+    const __m256i right = _mm256_set1_epi32(0x7f010203);
+    auto step = [&](__m256i sum, __m256i left) { return _mm256_dpbusd_avx_epi32(sum, left, right); };
+    return 32 * chains(rounds, _mm256_set1_epi32(0x01020304), step);
+}
+#else
+// Bytes are multiplied as 16-bit numbers, so that a sum of two products does not saturate.
+int64_t dots(int64_t rounds) {
+    const __m256i right = _mm256_set1_epi32(0x007f0003);
+    auto step = [&](__m256i sum, __m256i left) { return _mm256_add_epi32(sum, _mm256_madd_epi16(left, right)); };
+    return 16 * chains(rounds, _mm256_set1_epi32(0x00020004), step);
 }
 // Sums of products stay in 16 bits, as if all of them fitted there.
 int64_t narrow(int64_t rounds) {
-    __m256i sums[CHAINS] = {}, left = _mm256_set1_epi32(0x01020301), right = _mm256_set1_epi32(0x01010203);
-#pragma GCC unroll 12
-    for (int i = 0; i < CHAINS; i++) asm volatile("" : "+x"(sums[i]));
-    for (int64_t round = 0; round < rounds; round++)
-#pragma GCC unroll 12
-        for (int i = 0; i < CHAINS; i++) {
-            asm volatile("" : "+x"(left));
-            sums[i] = _mm256_add_epi16(sums[i], _mm256_maddubs_epi16(left, right));
-        }
-#pragma GCC unroll 12
-    for (int i = 0; i < CHAINS; i++) asm volatile("" : "+x"(sums[i]));
-    return rounds * CHAINS * 32;
+    const __m256i right = _mm256_set1_epi32(0x01010203);
+    auto step = [&](__m256i sum, __m256i left) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(left, right)); };
+    return 32 * chains(rounds, _mm256_set1_epi32(0x01020301), step);
 }
+#endif
 
 #else
 
