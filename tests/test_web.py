@@ -117,7 +117,12 @@ def test_bits_of_trained_weights(built, tmp_path, bits):
     images = demo.test_images()[0][:9].numpy()
     wanted = adalog.run.load(tmp_path / "vit.adalog", level="scalar")(images)
     assert np.array_equal(logits_of(built, tmp_path / "vit.adalog", images, "scalar"), wanted)
-    assert np.array_equal(logits_of(built, tmp_path / "vit.adalog", images, "wasm").argmax(1), wanted.argmax(1))
+    # The level `wasm` rounds floats otherwise, so only a prediction with a margin is sure to be the same.
+    second, first = np.sort(wanted, 1)[:, -2:].T
+    sure = first - second > 0.1 * np.abs(wanted).max()
+    assert sure.any()
+    found = logits_of(built, tmp_path / "vit.adalog", images, "wasm")
+    assert np.array_equal(found[sure].argmax(1), wanted[sure].argmax(1))
 
 
 # --- the kernels -----------------------------------------------------------------------------------------------------
