@@ -138,7 +138,8 @@ class Reconstruction:
             It falls to zero by a cosine.
         scope: "block" trains one block after another by its output; "model" trains the whole model as one block. For
             "model", use the smaller rates of the method "adalog++".
-        robust: Take a block's changes back if they make the model's output worse on images that are held out.
+        robust: Take a block's changes back if they make the model's output worse on images that are held out. The loss
+            of a block that is the whole model tells that already.
 
     Raises:
         ValueError: If a field has an invalid value.

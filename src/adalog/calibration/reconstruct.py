@@ -42,8 +42,9 @@ _HELD_OUT = 8
 # long a step takes.
 _SHARE = 4
 _SHARE_OF_ACCELERATOR = 16
-# How often a block's state is evaluated on the held-out images, and how often progress is reported.
-_CHECKS = 8
+# How often a state is evaluated on the held-out images, and how often progress is reported. In few bits, the outputs of
+# a whole model differ so much from state to state that the best of several states would mostly be the luckiest one.
+_CHECKS = {"block": 8, "model": 1}
 _REPORTS = 32
 # The exponent of AdaRound's regulariser starts at the first number and falls to the second one, after a warm-up of
 # this fraction of the steps.
@@ -114,6 +115,8 @@ def reconstructed(
     def error(assigned: Assigned) -> float:
         return sum(output_errors(program, floats, [rewritten(program, assigned)], judged)[0].values())
 
+    # The loss of a block that is the whole model has evaluated the model's outputs on the same images.
+    compares = choices.robust and not (choices.scope == "model" and len(blocks) == 1)
     least: float | None = None  # the error of the current assignments, once it is known
     for number, block in enumerate(blocks):
 
@@ -142,7 +145,7 @@ def reconstructed(
             def chosen(trained: Sequence[Assignment] = best, members: Sequence[int] = members) -> list[Assignment]:
                 """Return the trained assignments, or the current ones if the model's output is worse with them."""
                 nonlocal least
-                if choices.robust:
+                if compares:
                     after = list(current)
                     for index, assignment in zip(members, trained, strict=True):
                         after[index] = (current[index][0], assignment)
@@ -241,7 +244,7 @@ class BlockInTraining:
         best, least = list(self._assigned), self._judged(self._assigned)
         unit = max(least, torch.finfo(torch.float32).tiny)
         last = self._choices.iterations
-        check, renewal = max(1, last // _CHECKS), -(-last // max(1, self._error.renewals))
+        check, renewal = max(1, last // _CHECKS[self._choices.scope]), -(-last // max(1, self._error.renewals))
         for step in self.steps(unit) if 0 < least < math.inf else ():  # an error of zero cannot fall
             if report is not None and step % max(1, last // _REPORTS) == 0 and step < last:
                 report(step)
