@@ -5,7 +5,7 @@
 
 The script compares four ways to run the artifact:
 
-- run: `adalog.run.load` without PyTorch, with a tape that `adalog tape` wrote before.
+- run: `adalog.run.load` without PyTorch, with the artifact as a pack.
 - native: `adalog.load(...).compile("native", batch=1)`.
 - onnxruntime: the artifact as `adalog export` writes it, if ONNX Runtime is installed.
 - numpy: only the import of NumPy, as a lower bound for `run`.
@@ -15,10 +15,9 @@ Each way runs in new processes of one thread, and the ways take turns. All value
 - ready_seconds: the CPU time of the process until the model can be called, including imports.
 - first_seconds, second_seconds: the CPU time of the first and of the second call, at batch 1.
 - peak_bytes: the largest resident set.
-- beside_weights: the largest resident set without the bytes of the weights in memory.
 
 "ratios" has the ready time of each other way over the ready time of `run`. A timm model has random weights, and is
-quantized as in `runtime.py`. --work DIR keeps artifacts, tapes and exports for later runs, as long as the sources of
+quantized as in `runtime.py`. --work DIR keeps artifacts, packs and exports for later runs, as long as the sources of
 the package stay the same. The script prints one JSON object and saves it as benchmarks/results/load.json, or as F.
 """
 
@@ -39,21 +38,21 @@ from typing import Any
 
 import torch
 
-from adalog import export, load, run
+from adalog import export, load
 from adalog.study.doctor import machine, version_of
 from adalog.version import source_hash
 
-# The code of each way. It defines `model` and `weights` for `_END`, which prints the measurements.
+# The code of each way. It defines `model` for `_END`, which prints the measurements.
 _WAYS = {
-    "numpy": "import numpy as np\nmodel, weights = (lambda images: None), 0",
-    "run": "import numpy as np\nimport adalog.run\nmodel = adalog.run.load(FILE)\nweights = model.weight_bytes",
+    "numpy": "import numpy as np\nmodel = lambda images: None",
+    "run": "import numpy as np\nimport adalog.run\nmodel = adalog.run.load(FILE.replace('.safetensors', '.adalog'))",
     "native": """
 import numpy as np
 import torch
 import adalog
 torch.set_num_threads(1)
 compiled = adalog.load(FILE).compile("native", threads=1, batch=1)
-model, weights = (lambda images: compiled(torch.from_numpy(images))), compiled.weight_bytes
+model = lambda images: compiled(torch.from_numpy(images))
 """,
     "onnxruntime": """
 import numpy as np
@@ -61,7 +60,7 @@ import onnxruntime
 options = onnxruntime.SessionOptions()
 options.intra_op_num_threads = options.inter_op_num_threads = 1
 session = onnxruntime.InferenceSession(FILE.replace(".safetensors", ".onnx"), options)
-name, weights = session.get_inputs()[0].name, WEIGHTS
+name = session.get_inputs()[0].name
 model = lambda images: session.run(None, {name: images})
 """,
 }
@@ -75,14 +74,13 @@ for _ in range(2):
     clock.append(time.process_time())
 lines = open("/proc/self/status").read().splitlines()
 peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-print(json.dumps([clock[0], clock[2] - clock[1], clock[3] - clock[2], peak, weights]))
+print(json.dumps([clock[0], clock[2] - clock[1], clock[3] - clock[2], peak]))
 """
 
 
 def measured(ways: Sequence[str], file: Path, shape: Sequence[int], repeats: int) -> dict[str, dict[str, float]]:
     """Run each way in turn in new processes, and return its median seconds and bytes."""
-    weights = file.with_suffix(".onnx").stat().st_size if "onnxruntime" in ways else 0
-    given = f"FILE, SHAPE, WEIGHTS = {str(file)!r}, {tuple(shape)}, {weights}\n"
+    given = f"FILE, SHAPE = {str(file)!r}, {tuple(shape)}\n"
     found: dict[str, list[list[float]]] = {way: [] for way in ways}
     for turn in range(repeats):
         for way in ways if turn % 2 else reversed(ways):
@@ -92,9 +90,9 @@ def measured(ways: Sequence[str], file: Path, shape: Sequence[int], repeats: int
             found[way].append(json.loads(result.stdout))
     rows = {}
     for way, runs in found.items():
-        ready, first, second, peak, bytes_of = map(median, zip(*runs, strict=True))
+        ready, first, second, peak = map(median, zip(*runs, strict=True))
         seconds = {"ready_seconds": ready, "first_seconds": first, "second_seconds": second}
-        rows[way] = {**seconds, "peak_bytes": peak, "beside_weights": peak - bytes_of}
+        rows[way] = {**seconds, "peak_bytes": peak}
     return rows
 
 
@@ -102,7 +100,8 @@ def rows_of(model: str, bits: str, repeats: int, work: Path) -> dict[str, Any]:
     """Return the measurements of one model, and the ratios to `run`."""
     file = work / f"{model.rpartition(':')[2]}-{bits}-{source_hash()}.safetensors"
     quantized(load_case(model, pretrained=False), bits, file)
-    run.tape_path(file).write_bytes(export.to_tape(file))
+    pack = file.with_suffix(".adalog")
+    pack.write_bytes(export.to_pack(file, (1,)))
     loaded, ways = load(file), list(_WAYS)
     if find_spec("onnxruntime") is None:
         ways.remove("onnxruntime")
@@ -110,7 +109,7 @@ def rows_of(model: str, bits: str, repeats: int, work: Path) -> dict[str, Any]:
         file.with_suffix(".onnx").write_bytes(export.to_onnx(loaded.quantized, "mixed", ""))
     rows = measured(ways, file, (1, *loaded.example[0].shape[1:]), repeats)
     ratios = {way: rows[way]["ready_seconds"] / rows["run"]["ready_seconds"] for way in ways if way != "run"}
-    bytes_of = {"artifact_bytes": file.stat().st_size, "tape_bytes": run.tape_path(file).stat().st_size}
+    bytes_of = {"artifact_bytes": file.stat().st_size, "pack_bytes": pack.stat().st_size}
     return {"model": model, "bits": bits, **bytes_of, "ways": rows, "ratios": ratios}
 
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from adalog import AdalogError, library
-from adalog.run.tape import aligned
 
 _SOURCE = Path(__file__).with_name("roof.cpp")
 _FLAGS = ("-O2", "-g0", "-std=c++17", "-fvisibility=hidden", "-fno-wrapv", "-shared", "-fPIC")  # those of the kernels
@@ -26,6 +27,7 @@ _DOTS, _BYTES, _EXPS, _ERFS, _NARROW = range(5)  # loops of `roof.cpp`
 _SECONDS = 1e-3  # approximate length of a run
 _RUNS = 25
 _CACHES = (1 << 15, 1 << 20, 1 << 25)  # bytes of the first, second and third cache, if the system does not report them
+_LINE = 64  # bytes of a cache line
 _MOST = 1 << 28  # most bytes to read for measuring the memory
 
 
@@ -73,8 +75,8 @@ def measure(level: str | None = None) -> Roofs:
     loops, number, caches = load_loops(), library.LEVELS.index(level), cache_sizes()
     if loops(number, _DOTS, None, 0, 0) < 0:
         raise ValueError(f"level = {level!r} has no loops in roof.cpp: choose another level")
-    memory = aligned(min(_MOST, 4 * caches[-1]))
-    memory.fill(1)  # otherwise the system maps all of it to one page of zeros
+    memory = np.ones(min(_MOST, 4 * caches[-1]) + _LINE, np.uint8)
+    memory = memory[-memory.ctypes.data % _LINE :]  # zeros would all be mapped to one page
 
     def speed(what: int, size: int = 0) -> float:
         return _best(lambda rounds: int(loops(number, what, memory.ctypes.data, size, rounds)))

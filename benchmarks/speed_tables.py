@@ -191,8 +191,8 @@ def load_table() -> str:
             cost = row["ways"][way]
             first = "" if way == "numpy" else f"{cost['first_seconds']:.3f}"
             cells = [name_model(row["model"]), ways[way], f"{cost['ready_seconds']:.3f}", first]
-            lines.append([*cells, *(f"{cost[name] / 2**20:.0f}" for name in ("peak_bytes", "beside_weights"))])
-    heads = ["model", "", "ready [CPU s]", "first output [CPU s]", "memory [MiB]", "without the weights [MiB]"]
+            lines.append([*cells, f"{cost['peak_bytes'] / 2**20:.0f}"])
+    heads = ["model", "", "ready [CPU s]", "first output [CPU s]", "memory [MiB]"]
     note = "Fresh processes that start, load and run one image on one thread, interleaved; medians."
     return f"{markdown_table(heads, lines)}\n\n{note} {source('load')}"
 

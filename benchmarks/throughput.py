@@ -3,8 +3,8 @@
     python benchmarks/throughput.py [--model timm:deit_small_patch16_224] [--bits w4a4] [--batch 1 8] [--rounds 5]
         [--seconds 3] [--json F] [--work DIR]
 
-All processes start first and then wait. Each of them loads the artifact with `adalog.run`, without PyTorch. Then the
-kinds take turns, --rounds times, and each kind runs for --seconds:
+All processes start first and then wait. Each of them loads the artifact as a pack with `adalog.run`, without PyTorch.
+Then the kinds take turns, --rounds times, and each kind runs for --seconds:
 
 - one: one process of one thread.
 - two, four: two or four processes of one thread each at the same time. "two" is the capacity of two cores, which share
@@ -52,7 +52,7 @@ _WORKER = """
 import json, sys, threading, time
 import numpy as np
 import adalog.run
-models = [adalog.run.load(FILE, tape=TAPE, threads=THREADS) for _ in range(MODELS)]
+models = [adalog.run.load(FILE, threads=THREADS) for _ in range(MODELS)]
 images = np.random.default_rng(0).standard_normal(SHAPE, dtype=np.float32)
 for model in models:
     model(images)
@@ -82,9 +82,9 @@ for line in sys.stdin:
 class Workers:
     """The processes of one kind, which wait until `run` is called."""
 
-    def __init__(self, kind: str, file: Path, tape: Path, shape: Sequence[int]):
+    def __init__(self, kind: str, file: Path, shape: Sequence[int]):
         count, threads, models = KINDS[kind]
-        given = f"FILE, TAPE, SHAPE = {str(file)!r}, {str(tape)!r}, {tuple(shape)}\n"
+        given = f"FILE, SHAPE = {str(file)!r}, {tuple(shape)}\n"
         given += f"THREADS, MODELS = {threads}, {models}\n"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         command = [sys.executable, "-c", given + _WORKER]
@@ -120,10 +120,10 @@ class Workers:
 
 def measured(file: Path, batch: int, rounds: int, seconds: float) -> dict[str, Any]:
     """Measure all kinds at one batch size, and return their row."""
-    tape = file.with_suffix(f".{batch}.tape")
-    tape.write_bytes(export.to_tape(file, batch=batch))
+    pack = file.with_suffix(f".{batch}.adalog")
+    pack.write_bytes(export.to_pack(file, (batch,)))
     shape = (batch, *load(file).example[0].shape[1:])
-    workers = {kind: Workers(kind, file, tape, shape) for kind in KINDS}
+    workers = {kind: Workers(kind, pack, shape) for kind in KINDS}
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     for turn in range(rounds):
         for kind in KINDS if turn % 2 else reversed(KINDS):

@@ -27,7 +27,7 @@ from adalog.export.noise import noise_like
 from adalog.files import write_whole
 from adalog.graph.convolution import output_sizes
 from adalog.model import QuantizedModel
-from adalog.run import abi
+from adalog.runtime.native import abi
 from adalog.runtime.native.arena import Call
 from adalog.runtime.native.products import Product
 from adalog.study.bench import on_one_thread

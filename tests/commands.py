@@ -94,7 +94,7 @@ def say(monkeypatch, capsys, *arguments, main=main):
 
 ALONE = """
 import sys
-for name in ("torch", "typer", "rich", "PIL", "matplotlib", "jinja2"):  # all that NumPy and safetensors are not
+for name in ("torch", "safetensors", "typer", "rich", "PIL", "matplotlib", "jinja2"):  # all that NumPy is not
     sys.modules[name] = None  # importing it fails
 import numpy as np
 import adalog.run
@@ -105,7 +105,7 @@ assert not [name for name in sys.modules if name.startswith("torch.")]
 
 
 def run_alone(file, images, folder):
-    """The outputs of `adalog.run` in a process that can import NumPy and safetensors only."""
+    """The outputs of `adalog.run` in a process that can import NumPy only."""
     paths = [file, folder / "images.npy", folder / "outputs.npy"]
     np.save(paths[1], images.numpy())
     subprocess.run([sys.executable, "-c", ALONE, *map(str, paths)], check=True)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from adalog import Config
-from adalog.run import abi
+from adalog.runtime.native import abi
 from test_native_products import check_accumulators
 from whole_numbers import codes_of, left_quantizer, model_of, uniform
 

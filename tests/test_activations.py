@@ -12,8 +12,8 @@ from adalog.graph.capture import capture
 from adalog.graph.operations import OPERATIONS, resolve
 from adalog.graph.program import Node, Ref
 from adalog.graph.sites import find_sites
-from adalog.run import abi
 from adalog.runtime.integer.fused import _in_place
+from adalog.runtime.native import abi
 from adalog.runtime.native.recognise import _POINTWISE, _kind_of
 from adalog.study.cost import cost
 from adalog.study.drawing import title_of

@@ -106,9 +106,10 @@ def test_deployment_without_pytorch(tmp_path, quantized):
     """In a process of its own, which does not import PyTorch."""
     file = tmp_path / "vit.safetensors"
     quantized.save(file)
-    commands.run("tape", file)
+    pack = tmp_path / "vit.adalog"
+    commands.run("pack", file, "--out", pack)
     script = ROOT / "examples" / "deploy_without_pytorch.py"
-    done = subprocess.run([sys.executable, str(script), str(file)], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, str(script), str(pack)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "PyTorch imported: False" in done.stdout
 

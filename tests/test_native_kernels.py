@@ -13,12 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adalog import library, run
-from adalog.export import to_tape
+from adalog import library
+from adalog.export import to_pack
 from adalog.quantizers import UniformQuantizer
-from adalog.run import abi
 from adalog.runtime import native, reference
-from adalog.runtime.native import products
+from adalog.runtime.native import abi, products
 from adalog.runtime.native.arena import Layout
 from adalog.runtime.native.tables import Lookup, search_tables, steps_of
 from strategies import bits, normal, seeds
@@ -32,6 +31,7 @@ few = settings(max_examples=12)  # at each level
 tables = st.sampled_from([8, 16])
 SOURCES = [
     Path(native.__file__).with_name("native.cpp"),
+    Path(native.__file__).with_name("model.cpp"),
     Path(library.__file__).parent / "quantizers" / "elementwise.cpp",
 ]
 
@@ -266,7 +266,7 @@ def _site(columns, terms, width=4):
 FUZZ = """
 import ctypes, random, sys
 from adalog import library
-from adalog.run import abi
+from adalog.runtime.native import abi
 
 random.seed(0)
 
@@ -457,12 +457,12 @@ def test_elementwise_work_and_corrupt_artifacts_stay_within_their_memory(under_s
 
 @pytest.mark.slow
 @needs_kernels
-def test_hostile_tapes_stay_within_their_memory(under_sanitizers, quantized, tmp_path):
-    """Tapes with numbers and places changed at random, which load and run, or are refused."""
+def test_hostile_packs_stay_within_their_memory(under_sanitizers, quantized, tmp_path):
+    """Packs with numbers and places changed at random, which load and run, or are refused."""
     path = tmp_path / "model.safetensors"
     quantized.save(path)
-    run.tape_path(path).write_bytes(to_tape(path, 3))
-    under_sanitizers(HOSTILE, path, tmp_path / "tape", 1, 150)
+    (tmp_path / "model.adalog").write_bytes(to_pack(path, (3,)))
+    assert 0 < int(under_sanitizers(HOSTILE, tmp_path / "model.adalog", tmp_path / "hostile", 1, 150)) < 150
 
 
 # --- what is too much: values, memory and threads; and a forked child -------------------------------------------------
@@ -521,7 +521,7 @@ def test_rows_that_lie_on_each_other_take_no_memory_without_end(keys, error):
 FORKED = """
 import os, signal, sys
 import numpy as np
-from adalog.run import abi
+from adalog.runtime.native import abi
 
 x, ones, zeros = np.ones((200, 64), np.float32), np.ones(64, np.float32), np.zeros(64, np.float32)
 out = np.zeros_like(x)
@@ -542,7 +542,7 @@ if child:
 
 CROWDED = """
 import resource
-from adalog.run import abi
+from adalog.runtime.native import abi
 
 pages = int(open("/proc/self/statm").read().split()[0])
 most = pages * resource.getpagesize() + 2**28

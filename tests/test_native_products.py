@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from adalog.quantizers import LogQuantizer, UniformQuantizer
-from adalog.run import abi
 from adalog.runtime import reference
-from adalog.runtime.native import products
+from adalog.runtime.native import abi, products
 from adalog.runtime.native.arena import Layout
 from adalog.runtime.native.tables import Lookup
 from strategies import bits, seeds

@@ -27,7 +27,7 @@ from adalog.ledger import LedgerRow, ledger_json
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import MAX_BITS, MIN_BITS, QuantizedTensor, Quantizer, UniformQuantizer
 from adalog.quantizers.codec import check_shape, checked_weight, decode_quantizer, decode_weight, encode_quantizer, pack
-from adalog.run.pack import KEY as PACK
+from adalog.run import KEY as PACK
 from adalog.stored import MAX_JSON, check, check_text, is_whole, parse_json
 
 FORMAT = 1

@@ -10,8 +10,8 @@ from typing import Any
 
 from adalog.errors import AdalogError
 
-ABI = 12  # version of the library's interface
-LAYOUT = "a06b6a11"  # digest of the layout of the library's structures, which `adalog.run.abi` mirrors
+ABI = 13  # version of the library's interface
+LAYOUT = "a06b6a11"  # digest of the layout of the library's structures, which `runtime.native.abi` mirrors
 Offsets = dict[str, tuple[int, int]]  # (offset, size) in bytes by "Structure" and "Structure.field"
 # In the order of the bits in `adalog_features`.
 LEVELS = ("scalar", "avx2", "avxvnni", "avx512vnni", "amx", "neon", "i8mm", "wasm")
@@ -80,6 +80,15 @@ def levels() -> list[str]:
     found = library.adalog_features() if library else 0
     highest = LEVELS.index(held() or LEVELS[-1])
     return [name for bit, name in enumerate(LEVELS) if found >> bit & 1 and bit <= highest]
+
+
+def chosen_level(level: str | None) -> str:
+    """Return this level, or the fastest if it is None. Raises ValueError if it does not run on this machine."""
+    found = levels()
+    level = found[-1] if level is None else level
+    if level not in found:
+        raise ValueError(f"level = {level!r} does not run on this machine: choose one of {', '.join(found)}")
+    return level
 
 
 def held() -> str | None:

@@ -21,7 +21,6 @@ from adalog.cli import (
     quantize,
     report,
     sensitivity,
-    tape,
     vectors,
 )
 from adalog.cli.console import Commands, run
@@ -42,7 +41,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "methods": methods.command,
     "doctor": doctor.command,
     "bench": bench.command,
-    "tape": tape.command,
     "pack": pack.command,
     "vectors": vectors.command,
     "cost": cost.command,

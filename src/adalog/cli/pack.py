@@ -1,4 +1,4 @@
-"""`adalog pack`: write an artifact and its tapes to one file."""
+"""`adalog pack`: write the file that runs an artifact without PyTorch."""
 
 import dataclasses
 from pathlib import Path
@@ -10,7 +10,7 @@ from adalog import DataError, artifact, export, files
 from adalog.cli.console import check_outputs, emit_json, say, waiting
 from adalog.cli.options import JsonOption
 from adalog.cli.targets import recorded_preprocessing
-from adalog.run.tape import MAX_BATCH
+from adalog.export.pack import MAX_BATCH
 
 
 def command(
@@ -24,8 +24,9 @@ def command(
     ] = None,
     json_out: JsonOption = None,
 ) -> None:
-    """Write an artifact and its tapes to one file, which `adalog.run` and the C library run without PyTorch.
+    """Write a pack, which `adalog.run`, the C library and browsers run without PyTorch.
 
+    It holds the artifact and the calls of the compiled kernels.
     The file also describes the inputs and outputs, the preparation of images, and the names of the classes.
     """
     check_outputs(out, json_out, reads=(file, *([classes] if classes else [])))

@@ -1,4 +1,4 @@
-"""Export quantized programs to other engines, certify the exported files, and make tapes and packs for `adalog.run`."""
+"""Export quantized programs to other engines, certify the exported files, and make packs for `adalog.run`."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,6 @@ from adalog.export.noise import noise_like
 from adalog.export.onnx import to_onnx
 from adalog.export.pack import to_pack
 from adalog.export.replay import FORMS, Form
-from adalog.export.tape import to_tape
 from adalog.quantized import QuantizedProgram
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "to_onnx",
     "to_openvino",
     "to_pack",
-    "to_tape",
 ]
 
 _IMAGES = 2  # the number of noise images on which an export is certified before it is written

@@ -1,6 +1,7 @@
 """List the activation functions that adalog knows, one row each. All other modules read what they need from here.
 
-To add one, add a row; if kernels shall compute it, number it in `Activation` of structures.h and in `run.abi`.
+To add one, add a row; if kernels shall compute it, number it in `Activation` of structures.h and in
+`runtime.native.abi`.
 """
 
 from collections.abc import Mapping

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, Literal, TextIO, get_args
 
 import numpy as np
 import torch
@@ -19,12 +19,22 @@ from torch import Tensor
 from adalog.errors import DataError
 from adalog.inputs.ground_truth import find_labels
 from adalog.inputs.shards import SUFFIX, Member, read_shards
-from adalog.run.pack import WORDS, Channels, Fit, Interpolation, Position
 
 SUFFIXES = (
     *(".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm"),
     *(".pgm", ".png", ".pnm", ".ppm", ".tga", ".tif", ".tiff", ".webp"),
 )
+Interpolation = Literal["bilinear", "bicubic", "lanczos", "nearest"]
+Fit = Literal["stretch", "cover", "contain"]
+Position = Literal["center", "center-floor", "top-left"]
+Channels = Literal["rgb", "bgr"]
+# The words that each of these fields of a preprocessing allows.
+WORDS: dict[str, tuple[str, ...]] = {
+    "interpolation": get_args(Interpolation),
+    "fit": get_args(Fit),
+    "position": get_args(Position),
+    "channels": get_args(Channels),
+}
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 # A resized image has at most this many pixels. Otherwise an image with a single row of pixels could fill the memory.

@@ -16,9 +16,8 @@ from PIL import Image
 from torch import Tensor
 
 from adalog.errors import DataError, one_line
-from adalog.inputs.images import Preprocessing, side_before_crop
+from adalog.inputs.images import Channels, Fit, Interpolation, Position, Preprocessing, side_before_crop
 from adalog.inputs.refusals import listed
-from adalog.run.pack import Channels, Fit, Interpolation, Position
 
 _WAY_OUT = "return (module, Preprocessing) from your own path.py:function"
 # Sizes (W, H) of the compared images: landscape and portrait, with odd sides. A last image is larger than the result.

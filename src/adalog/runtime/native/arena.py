@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from adalog.graph.operations import aten
-from adalog.run import abi
-from adalog.run.floats import COPY, FLOATS
+from adalog.runtime.native import abi
+from adalog.runtime.native.floats import COPY, FLOATS
 from adalog.runtime.native.products import bytes_behind, place, top_of
 from adalog.runtime.native.steps import Rows
 from adalog.runtime.native.tables import Codes, Finish, Lookup, buckets_of, few_buckets_of, search_tables
@@ -51,8 +51,8 @@ class Call:
     """One call of a plan, for the step that computes the value `step`.
 
     operation: the name of a kernel or of an operation. run: makes the call, and returns None or the status of a kernel.
-    arguments: the structure for a kernel; (result, arguments) for an operation that NumPy runs (`adalog.run.floats`);
-    None for an operation that torch runs.
+    arguments: the structure for a kernel; (result, arguments) for an operation that NumPy runs (`floats`); None for an
+    operation that torch runs.
     """
 
     step: str

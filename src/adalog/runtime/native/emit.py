@@ -17,7 +17,7 @@ from torch import Tensor
 from adalog.graph.operations import MOVES
 from adalog.graph.program import Program, evaluate, refs_of
 from adalog.quantizers import UniformQuantizer
-from adalog.run import abi
+from adalog.runtime.native import abi
 from adalog.runtime.native.arena import Bytes, Layout, addresses, copy, in_memory
 from adalog.runtime.native.products import (
     Depthwise,

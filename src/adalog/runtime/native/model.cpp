@@ -2,12 +2,19 @@
 //
 //     g++ -O2 -std=c++17 -pthread -c model.cpp
 //
-// A pack chooses which kernels run on which memory. This file checks what src/adalog/run/tape.py checks:
+// A pack chooses which kernels run on which memory. It is not trusted, so this file checks everything else:
 //
 // - Every pointer is a place in a region of memory that this file allocates, or in an input. All that a kernel reads or
 //   writes there must lie in that region.
 // - Results go only to the region "work".
 // - Values that a kernel checks once and then trusts lie in the region "constants", which nothing writes.
+
+// A product and a sum stay two roundings on processors that could merge them, because NumPy does not merge them.
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#elif defined(__GNUC__)
+#pragma GCC optimize("fp-contract=off")
+#endif
 
 #include "adalog.h"
 
@@ -37,8 +44,8 @@ using adalog::Value;
 using Wide = __int128;
 
 constexpr char KEY[] = "adalog-pack";
-constexpr int64_t PACK_FORMAT = 1, TAPE_FORMAT = 1;  // as in pack.py and tape.py
-constexpr int64_t MAX_BATCH = 1 << 16, MAX_WORK = 1 << 30, MAX_TAPES = 16;  // as in tape.py and pack.py
+constexpr int64_t PACK_FORMAT = 1, TAPE_FORMAT = 1;  // as in export/pack.py and record.py
+constexpr int64_t MAX_BATCH = 1 << 16, MAX_WORK = 1 << 30, MAX_TAPES = 16;  // the first as in export/pack.py
 constexpr size_t MAX_NAME = 1024;      // of an output [bytes]
 constexpr int64_t MAX_SIDE = 1 << 24;  // of a weight, as in native.cpp
 constexpr int MAX_LAYOUTS = 16;

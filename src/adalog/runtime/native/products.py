@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from adalog.quantizers import LogQuantizer, Quantizer, UniformQuantizer
-from adalog.run import abi
 from adalog.runtime import integer, reference
+from adalog.runtime.native import abi
 from adalog.runtime.native.tables import entries_of
 from adalog.runtime.reference import INT32, IntegerSite, finish
 

@@ -1,27 +1,30 @@
 """Record a plan as a tape: its calls as data, with places in memory instead of addresses (docs/reference/format.md)."""
 
 import ctypes
-import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.numpy import save as to_safetensors
 from torch import Tensor
 
 from adalog import library, version
 from adalog.errors import ArtifactError
 from adalog.graph.program import Program, Ref, leaves_of
-from adalog.run import abi
-from adalog.run.tape import ALIGNMENT, CONSTANTS, FORMAT, KEY, WORK, WRITTEN
+from adalog.runtime.native import abi
 from adalog.runtime.native.emit import Plan
 from adalog.runtime.native.products import Product
 
+FORMAT = 1
+CONSTANTS, WORK = "constants", "work"  # two regions of memory; each input is another one, named by its number
+ALIGNMENT = 64  # bytes of a cache line
 
-def record(plan: Plan, artifact: str, batch: int) -> bytes:
-    """Return the content of the tape of a plan for `batch` images. artifact: the SHA-256 of the artifact.
+
+def record(plan: Plan, artifact: str, batch: int) -> tuple[dict[str, Any], Tensor]:
+    """Return the tape of a plan for `batch` images, as JSON, and its constants, uint8, (bytes,).
+
+    artifact: the SHA-256 of the artifact.
 
     Raises ArtifactError if only torch can run a step, or if an output does not have one row per image.
     """
@@ -67,9 +70,7 @@ def record(plan: Plan, artifact: str, batch: int) -> bytes:
         "fills": memory.fills,
         "work": memory.work,
     }
-    text = json.dumps(header, separators=(",", ":"), allow_nan=False)
-    content: bytes = to_safetensors({CONSTANTS: memory.constants()}, {KEY: text})
-    return content
+    return header, memory.constants()
 
 
 def _is_batched(plan: Plan, leaf: Any, batch: int) -> bool:
@@ -169,13 +170,13 @@ class _Memory:
         return list(self._locate(address))
 
     def view(self, value: Tensor) -> dict[str, Any]:
-        """Return the description of a tensor that `adalog.run` reads."""
+        """Return the description of a tensor as a view of memory."""
         strides = [stride * value.element_size() for stride in value.stride()]
         dtype = str(value.dtype).removeprefix("torch.")
         return {"at": self.place(value.data_ptr()), "shape": list(value.shape), "strides": strides, "type": dtype}
 
-    def constants(self) -> np.ndarray[Any, Any]:
-        return np.frombuffer(bytes(self._constants), np.uint8)
+    def constants(self) -> Tensor:
+        return torch.from_numpy(np.frombuffer(self._constants, np.uint8).copy())
 
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
@@ -194,5 +195,5 @@ def _written(structure: ctypes.Structure) -> Iterator[int]:
         value = getattr(structure, name)
         if isinstance(value, ctypes.Structure):
             yield from _written(value)
-        elif value and (type(structure), name) in WRITTEN:
+        elif value and (type(structure), name) in abi.WRITTEN:
             yield value

@@ -93,10 +93,6 @@ class Attention(ctypes.Structure):
         *((name, c_int64) for name in ("out_batch", "out_head")),
     )
 
-    @property
-    def heads(self) -> int:
-        return int(self.scores.heads)
-
 
 class Norm(ctypes.Structure):
     _fields_ = (
@@ -142,29 +138,6 @@ class Depthwise(ctypes.Structure):
         return 2 * int(self.pairs) * int(self.channels)
 
 
-# For each pointer: the field that holds its number of entries, and the bytes per entry. Kernels check that they stay
-# within these numbers. The caller must check that the memory is that large.
-EXTENTS: dict[type[ctypes.Structure], dict[str, tuple[str, int]]] = {
-    Steps: {
-        **dict.fromkeys(("heap", "values"), ("length", 4)),
-        "buckets": ("count", 8),
-        "near": ("near_length", 4),
-    },
-    Output: {
-        **dict.fromkeys(("scale", "bias", "high", "code_scale", "code_zero"), ("parameters", 4)),
-        "top": ("parameters", 1),
-        "residual": ("residual_bytes", 1),
-        **dict.fromkeys(("data", "more"), ("bytes", 1)),
-        **dict.fromkeys(("place", "added_to"), ("places", 4)),
-    },
-    Linear: {"data": ("bytes", 1), "more": ("bytes", 1)},
-    Side: {"data": ("bytes", 1), "more": ("bytes", 1), "zero": ("heads", 4)},
-    Attention: {"factor": ("heads", 4), "bias": ("bias_bytes", 1), "bias_of": ("bias_batches", 4)},
-    Norm: {"data": ("bytes", 1)},
-    Encode: {"data": ("bytes", 1)},
-    Patches: {"data": ("bytes", 1), "out": ("out_bytes", 1)},
-    Depthwise: {"data": ("bytes", 1), "zero": ("channels", 1), "factors": ("factor_count", 2)},
-}
 STRUCTURES = (Steps, Output, Linear, Side, Matrices, Attention, Norm, Encode, Patches, Depthwise)
 KERNELS = {
     "linear": Linear,
@@ -175,6 +148,8 @@ KERNELS = {
     "patches": Patches,
     "depthwise": Depthwise,
 }
+
+WRITTEN = {(Output, "data"), (Output, "more"), (Patches, "out")}  # pointers to memory that kernels write
 
 # --- the library -----------------------------------------------------------------------------------------------------
 
@@ -222,10 +197,7 @@ class Context:
 
     def __init__(self, threads: int, level: str | None = None):
         self._library = load()
-        found = library.levels()
-        level = found[-1] if level is None else level
-        if level not in found:
-            raise ValueError(f"level = {level!r} does not run on this machine: choose one of {', '.join(found)}")
+        level = library.chosen_level(level)
         if not isinstance(threads, int) or not 1 <= threads <= 1024:
             raise ValueError(f"threads = {threads!r} is not a whole number from 1 to 1024")
         self.level, self.threads = level, threads
