@@ -34,7 +34,7 @@ from adalog.calibration.partial import Partial, assignment_json, fingerprint
 from adalog.calibration.schedule import SERIAL, Resources, run_searches, units_of_work
 from adalog.calibration.shared import Shared
 from adalog.calibration.stages import check_images, staged
-from adalog.calibration.values import even_out_values
+from adalog.calibration.outliers import even_out_values
 from adalog.choices import Correction
 from adalog.config import Config
 from adalog.device import default_memory, full_float32_on, waits_for_launches

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import adalog
 import zoo
-from adalog.calibration.values import even_out_values, find_values
+from adalog.calibration.outliers import even_out_values, find_values
 from adalog.graph.capture import capture
 from adalog.graph.sites import find_sites, with_heads
 from toys import TOKENS, decibels, tokens_config
