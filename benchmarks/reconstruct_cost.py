@@ -24,12 +24,13 @@ import typer
 from torch import Tensor, nn
 
 from adalog import Calibration, Config, Reconstruction, Search
-from adalog.calibration.blocks import Blocks
 from adalog.calibration.reconstruct import BlockInTraining
+from adalog.calibration.values import Values
 from adalog.device import multiplies_bfloat16
-from adalog.graph.program import Program
+from adalog.graph.program import Program, Ref
 from adalog.graph.rewrite import rewritten
 from adalog.graph.sites import find_blocks
+from adalog.graph.stretches import cut
 from adalog.study.doctor import machine
 
 MODEL = "deit_small_patch16_224"
@@ -62,11 +63,11 @@ def block_in_training(model: nn.Module, noise: Tensor, choices: Reconstruction, 
     calibration = Calibration(model, noise[:2], seed=seed)
     assigned = calibration.assign(config)
     blocks = find_blocks(calibration.program)
-    floats = Blocks(calibration.program, [noise], blocks)
-    quantized = Blocks(rewritten(calibration.program, assigned), [noise], blocks, like=floats)
-    names = {node.name for node in floats.nodes(NUMBER).nodes}
+    floats = Values(calibration.program, [noise], blocks=blocks)
+    quantized = Values(rewritten(calibration.program, assigned), [noise], blocks=blocks, like=floats)
+    names = {node.name for node in floats.operations(blocks[NUMBER]).nodes}
     here = [(group, found) for group, found in assigned if set(group.nodes) <= names]
-    return BlockInTraining(calibration.program, floats, quantized, NUMBER, here, choices, seed)
+    return BlockInTraining(calibration.program, floats, quantized, blocks[NUMBER], here, choices, seed)
 
 
 def time_steps(
@@ -98,9 +99,10 @@ def main(steps: int = 15, images: int = 32, seed: int = 0, json: Path = RESULTS 
     model = timm.create_model(MODEL, pretrained=False, depth=2).eval()
     noise = torch.randn(images * 8 // 7 + 1, 3, 224, 224)  # every eighth image evaluates the block
     block = block_in_training(model, noise, Reconstruction(images=len(noise), iterations=steps + 1, batch=images), seed)
-    floats = block._blocks
-    first = {name: value[:images] for name, value in floats.inputs(NUMBER).items()}
-    plain, taken = float_pass(floats.cut(NUMBER, count=images), first), block.steps(1.0)
+    values, start = block._values, block._in
+    first = {name: value[:images] for name, value in block._exact.items()}
+    alone = cut(values.program, [start], Ref(block._out), values.sizes(images))
+    plain, taken = float_pass(alone, first), block.steps(1.0)
     next(taken)  # the first call costs more, so it is not timed
     plain()
     times = [(seconds_of(plain), seconds_of(lambda: next(taken))) for _ in range(steps)]

@@ -14,7 +14,6 @@ import adalog
 import emulated
 from adalog import Calibration, CalibrationError, Config, Correction, QuantizedModel, Search, library
 from adalog.calibration import compensate
-from adalog.calibration.blocks import Blocks
 from adalog.calibration.compensate import (
     Moments,
     _form,
@@ -30,6 +29,7 @@ from adalog.calibration.compensate import (
     rows_of,
 )
 from adalog.calibration.judge import logit_error
+from adalog.calibration.values import Values
 from adalog.graph.rewrite import rewritten
 from adalog.graph.sites import find_pieces
 from adalog.quantizers import UniformQuantizer
@@ -380,13 +380,14 @@ def test_both_networks_come_in_the_same_batches_at_any_memory(fast):
 def test_no_more_images_are_read_than_give_enough_rows(pool, searched, monkeypatch):
     calibration, assigned = searched
     program = calibration.program
-    floats = Blocks(program, [pool[:24]], find_pieces(program))
-    quantized = Blocks(rewritten(program, assigned), [pool[:24]], floats.blocks, like=floats)
+    pieces = find_pieces(program)
+    floats = Values(program, [pool[:24]], blocks=pieces)
+    quantized = Values(rewritten(program, assigned), [pool[:24]], blocks=pieces, like=floats)
     floats.batch = quantized.batch = 5
     counts = []
     for least in (1, 6 * 256, 2**18):  # an image gives 256 rows
         monkeypatch.setattr(compensate, "_ROWS", least)
-        seen = compensate._seen(floats, quantized, 1, assigned[1][0], rewritten(program, assigned), {})
+        seen = compensate._seen(floats, quantized, pieces[1].value_in, assigned[1][0], rewritten(program, assigned), {})
         counts.append(seen.fit.count + seen.held.count)
     assert counts == [5 * 256, 10 * 256, 24 * 256]
 
@@ -402,10 +403,10 @@ def test_a_stream_is_fitted_to_what_it_lacks(pool, searched):
     }
     group, stream = before[names["blocks.1.mlp.fc2"]][0], streams["blocks.1.mlp.fc2"]
     pieces = find_pieces(program)
-    number = next(index for index, piece in enumerate(pieces) if group.first.node.name in piece.nodes)
-    floats = Blocks(program, [pool[:24]], pieces)
-    quantized = Blocks(rewritten(program, before), [pool[:24]], pieces, like=floats)
-    seen = compensate._seen(floats, quantized, number, group, rewritten(program, before), {}, stream)
+    start = next(piece.value_in for piece in pieces if group.first.node.name in piece.nodes)
+    floats = Values(program, [pool[:24]], blocks=pieces)
+    quantized = Values(rewritten(program, before), [pool[:24]], blocks=pieces, like=floats)
+    seen = compensate._seen(floats, quantized, start, group, rewritten(program, before), {}, stream)
     values = [{}, {}]
     for each, found in zip((program, rewritten(program, before)), values, strict=True):
         each.run([pool[:24]], lambda node, args, result, found=found: found.update({node.name: result}))
@@ -572,14 +573,14 @@ def test_moments_count_rows_by_their_weight(pool, searched):
     calibration, before = searched
     group = next(group for group, _ in before if group.name.endswith("fc1"))
     pieces = find_pieces(calibration.program)
-    number = next(index for index, piece in enumerate(pieces) if group.nodes[0] in piece.nodes)
+    start = next(piece.value_in for piece in pieces if group.nodes[0] in piece.nodes)
     program = rewritten(calibration.program, before)
-    floats, quantized = (Blocks(each, [pool[:6]], pieces) for each in (calibration.program, program))
+    floats, quantized = (Values(each, [pool[:6]], blocks=pieces) for each in (calibration.program, program))
     shape = calibration._shapes[group.nodes[0]].shape
     weight = torch.rand(1, shape[1], 1, generator=torch.Generator().manual_seed(0)).expand(6, -1, 1)
     for batch in (2, 6):
         floats.batch = quantized.batch = batch
-        seen = compensate._seen(floats, quantized, number, group, program, {group.nodes[0]: weight})
+        seen = compensate._seen(floats, quantized, start, group, program, {group.nodes[0]: weight})
         assert (seen.fit.rows, seen.held.rows) == (5 * shape[1], shape[1])
         assert seen.held.count == pytest.approx(float(weight[0].sum()), rel=1e-5)
         assert seen.fit.count == pytest.approx(5 * float(weight[0].sum()), rel=1e-5)
@@ -606,10 +607,10 @@ def linear_and_moments(pool, searched):
     calibration, before = searched
     group, assignment = next(each for each in before if each[1].fold is not None)
     pieces = find_pieces(calibration.program)
-    number = next(index for index, piece in enumerate(pieces) if group.nodes[0] in piece.nodes)
+    start = next(piece.value_in for piece in pieces if group.nodes[0] in piece.nodes)
     program = rewritten(calibration.program, before)
-    floats, quantized = (Blocks(each, [pool[:24]], pieces) for each in (calibration.program, program))
-    seen = compensate._seen(floats, quantized, number, group, program, {})
+    floats, quantized = (Values(each, [pool[:24]], blocks=pieces) for each in (calibration.program, program))
+    seen = compensate._seen(floats, quantized, start, group, program, {})
     weight = torch.cat([calibration.program.tensors[site.right] for site in group.sites])
     return group, assignment, assignment.fold.weight(weight), seen
 

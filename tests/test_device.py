@@ -11,10 +11,9 @@ from torch.nn.functional import gelu
 import emulated
 from adalog import Calibration, Correction, Search, device, load
 from adalog.calibration import calibration
-from adalog.calibration.blocks import BATCH, Blocks
+from adalog.calibration.values import BATCH, Values
 from adalog.graph.capture import capture
 from adalog.graph.program import Program
-from adalog.graph.sites import find_blocks
 from adalog.quantizers import QuantizedTensor
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
@@ -143,11 +142,11 @@ def test_images_run_together_as_far_as_memory_goes(cuda):
 
 def test_blocks_run_more_images_together_on_an_accelerator(tiniest, images):
     program, many = capture(tiniest, (images,)), images[:1].expand(70, -1, -1, -1)
-    assert Blocks(program, [many], find_blocks(program)).batch == BATCH
+    assert Values(program, [many]).batch == BATCH
     with emulated.device() as put:
-        there = Blocks(program.map_tensors(put), [put(many)], find_blocks(program))
+        there = Values(program.map_tensors(put), [put(many)])
         assert there.batch == 70
-        assert Blocks(program.map_tensors(put), [put(many)], find_blocks(program), like=there).batch == 70
+        assert Values(program.map_tensors(put), [put(many)], like=there).batch == 70
 
 
 def test_a_processor_computes_in_its_cache():

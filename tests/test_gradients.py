@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from adalog.calibration import gradients
+from adalog.calibration import gradients, values
 from adalog.calibration.gradients import (
     BATCH,
     distance_gradient,
@@ -20,6 +20,7 @@ from adalog.calibration.gradients import (
 from adalog.errors import CalibrationError
 from adalog.graph.capture import capture
 from adalog.graph.sites import find_sites
+from adalog.graph.tracing import trace
 from strategies import normal
 from toys import Toy
 
@@ -82,7 +83,7 @@ def test_large_images_run_one_at_a_time(network, monkeypatch):
         return run(self, given, *rest)
 
     monkeypatch.setattr(gradients, "_BATCH_BYTES", 1)
-    monkeypatch.setattr(gradients, "_COMPARED_BYTES", 1)
+    monkeypatch.setattr(values, "_COMPARED_BYTES", 1)
     monkeypatch.setattr(type(program), "run", recorded)
     found = squared_gradients(program, (images,), names.values(), probes, means)
     assert sizes == [2, 1, 1] + [1] * len(images)
@@ -114,7 +115,7 @@ def test_a_program_in_stretches_has_the_same_gradients(memory):
     assert found.keys() == expected.keys() == {*names}
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value)
-    traced = gradients.trace(program, (images,))
+    traced = trace(program, (images,))
     ends = gradients._ends(program, traced, gradients._bytes_made(program, traced), memory)
     assert len(ends) > 1 or memory == 100_000
 

@@ -9,10 +9,9 @@ from torch import nn
 import emulated
 from adalog import Calibration, Config, Search
 from adalog.calibration import judge
-from adalog.calibration.blocks import Blocks
 from adalog.calibration.judge import logit_error, output_errors, relative_error
+from adalog.calibration.values import Values
 from adalog.graph.rewrite import rewritten
-from adalog.graph.sites import find_pieces
 from toys import Toy
 
 CONFIG = Config(weight_bits=3, activation_bits=3, softmax_bits=3, images=4, search=Search(rounds=1, steps=0))
@@ -81,7 +80,7 @@ def test_outputs_are_measured_over_the_first_images(head, most, monkeypatch):
     quantized = rewritten(program, calibration.assign(CONFIG))
     wanted, values = (network.run([images])[:most].flatten(1) for network in (program, quantized))
     for batch in (2, 8):
-        floats = Blocks(program, [images], find_pieces(program))
+        floats = Values(program, [images])
         floats.batch = batch
         both = output_errors(program, floats, [program, quantized])
         assert [list(errors) for errors in both] == [["kl" if head else "relative"]] * 2
@@ -98,7 +97,7 @@ def test_images_need_not_be_the_first_dimension_of_an_output(count):
     calibration = Calibration(model.eval(), images)
     program = calibration.program
     quantized = rewritten(program, calibration.assign(CONFIG))
-    floats = Blocks(program, [images], find_pieces(program))
+    floats = Values(program, [images])
     floats.batch = 3
     (errors,) = output_errors(program, floats, [quantized])
     pairs = zip(quantized.run([images]), program.run([images]), strict=True)
@@ -113,4 +112,4 @@ def test_outputs_that_are_not_finite_have_an_infinite_error():
     program, images = calibration.program, calibration.images
     broken = Calibration(Toy(model.function, one=nn.Linear(4, 4), two=nn.Linear(4, 3)).eval(), images[0]).program
     broken.tensors["one.weight"].fill_(math.inf)
-    assert output_errors(program, Blocks(program, images, find_pieces(program)), [broken]) == [{"kl": math.inf}]
+    assert output_errors(program, Values(program, images), [broken]) == [{"kl": math.inf}]

@@ -15,13 +15,13 @@ from torch.nn import functional as F
 import adalog
 from adalog import METHODS, Calibration, Config, Correction, QuantizedModel, Reconstruction, Resources, Search
 from adalog.calibration.block_errors import picked
-from adalog.calibration.blocks import Blocks
 from adalog.calibration.gradients import BATCH, hessian_probe, mean_distance, squared_gradients
 from adalog.calibration.partial import Partial
 from adalog.calibration.reconstruct import BlockInTraining, reconstructed
 from adalog.calibration.replay import random_mask
 from adalog.calibration.training import GroupInTraining, Rounding, _Levels, confine, rectified_sigmoid
 from adalog.calibration.training import rounding_regulariser as regulariser
+from adalog.calibration.values import Values
 from adalog.config import LOSSES
 from adalog.graph.capture import capture
 from adalog.graph.program import Ref
@@ -153,11 +153,13 @@ def spoilt(searched):
 def block_of(calibration, assigned, images, number=1, ranks=ALONE, **changes):
     choices = replace(STAGE, **changes)
     blocks = find_blocks(calibration.program)
-    floats = Blocks(calibration.program, [images], blocks)
-    quantized = Blocks(rewritten(calibration.program, assigned), [images], blocks, like=floats)
+    floats = Values(calibration.program, [images], blocks=blocks)
+    quantized = Values(rewritten(calibration.program, assigned), [images], blocks=blocks, like=floats)
     names = set(blocks[number].nodes)
     here = [(group, found) for group, found in assigned if group.first.node.name in names]
-    return BlockInTraining(calibration.program, floats, quantized, number, here, choices, 0, ranks, losses=LOSSES)
+    return BlockInTraining(
+        calibration.program, floats, quantized, blocks[number], here, choices, 0, ranks, losses=LOSSES
+    )
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -252,10 +254,10 @@ def test_products_of_a_step_are_rounded_where_the_device_multiplies_bfloat16(poo
     """By less than the quantization, although a few codes are others; what judges stays as it is."""
     monkeypatch.setattr("adalog.calibration.reconstruct.multiplies_bfloat16", lambda device: able)
     block = block_of(*searched, pool[:24])
-    given = picked(block._blocks, block._given, torch.arange(4))
+    given = picked(block._values, block._given, torch.arange(4))
     program = rewritten(block._nodes, block._assigned)
     judged, stepped = (block._run(program, given, drop) for drop in (None, 0.0))
-    wanted = block._blocks.values(given, [block._out], program)[block._out]
+    wanted = block._values.compute(given, [block._out], program)[block._out]
     assert torch.equal(judged, wanted)
     assert torch.equal(stepped, judged) != able
     noise = block._wanted[block._out][:4] - judged
@@ -295,11 +297,11 @@ def test_the_low_rank_error_is_made_of_gradients_where_the_block_was(pool, spoil
         sums, moved, given = 0.0, 0.0, []
         for number in numbers:
             one = number[None]
-            chunk = picked(block._blocks, {**block._exact, **block._wanted}, one)
+            chunk = picked(block._values, {**block._exact, **block._wanted}, one)
             program = rewritten(block._nodes, assigned)
-            value = block._run(program, picked(block._blocks, block._given, one)).detach().requires_grad_()
+            value = block._run(program, picked(block._values, block._given, one)).detach().requires_grad_()
             with torch.enable_grad():
-                logits = (block._blocks.values({**chunk, name: at}, [last])[last] for at in (chunk[name], value))
+                logits = (block._values.compute({**chunk, name: at}, [last])[last] for at in (chunk[name], value))
                 wanted, found = (each.log_softmax(-1) for each in logits)
                 loss = F.kl_div(found, wanted.detach(), log_target=True, reduction="sum")
             sums = sums + torch.autograd.grad(loss, value)[0].abs().double()
@@ -338,8 +340,8 @@ def test_the_error_of_the_output_is_added_to_that_of_the_block(pool, searched):
     errors = []
     for assigned in (block._assigned, softer):
         value = block._runner(assigned)(numbers)
-        chunk = picked(block._blocks, {**block._exact, **block._wanted}, numbers)
-        exact, moved = (block._blocks.values({**chunk, name: at}, [last])[last] for at in (chunk[name], value))
+        chunk = picked(block._values, {**block._exact, **block._wanted}, numbers)
+        exact, moved = (block._values.compute({**chunk, name: at}, [last])[last] for at in (chunk[name], value))
         errors.append([float((value - chunk[name]).square().mean()), float(mean_distance([moved], [exact]))])
     wanted = sum(after / before for before, after in zip(*errors, strict=True))
     assert block._judged(softer) == pytest.approx(wanted, rel=1e-3)
@@ -655,11 +657,11 @@ __all__ = ["searched"]
 
 def test_the_sqnr_of_a_weight_is_about_the_mean_of_each_channel(pool, searched):
     block = block_of(*searched, pool[:24])
-    exact, given = (picked(block._blocks, chunk, block._judging) for chunk in (block._exact, block._given))
+    exact, given = (picked(block._values, chunk, block._judging) for chunk in (block._exact, block._given))
     program = rewritten(block._nodes, block._assigned)
     for group, found in block._measured(block._assigned):
         wanted, got = (
-            block._blocks.values(chunk, group.nodes, each) for chunk, each in ((exact, block._nodes), (given, program))
+            block._values.compute(chunk, group.nodes, each) for chunk, each in ((exact, block._nodes), (given, program))
         )
         signal = noise = 0.0
         for name in group.nodes:

@@ -12,13 +12,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from adalog.calibration.blocks import Blocks
 from adalog.calibration.refinement import Gradients, Refinement
+from adalog.calibration.values import Values
 from adalog.choices import check_span, check_whole
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Program
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
-from adalog.graph.sites import find_blocks
+from adalog.graph.sites import Block, find_blocks
 from adalog.quantizers import Assignment, QuantizedTensor, Quantizer
 
 Sides = list[Quantizer | QuantizedTensor | None]  # the right side, then the left side of each assignment
@@ -62,9 +62,10 @@ class BlockRefinement(Refinement):
         # outputs of one block twice, and the values that the operations after one site read, come on top of the memory.
         gradients = squares(self.probes)
         current = list(assigned)
-        blocks = Blocks(program, images, find_blocks(program), memory)
-        for number, block in enumerate(blocks.blocks):
-            names = {node.name for node in blocks.nodes(number).nodes}  # not the nodes of a second head
+        blocks = find_blocks(program)
+        values = Values(program, images, memory, blocks)
+        for block in blocks:
+            names = {node.name for node in values.operations(block).nodes}  # not the nodes of a second head
             indices = [
                 index
                 for index, (group, assignment) in enumerate(current)
@@ -73,7 +74,7 @@ class BlockRefinement(Refinement):
             if not indices or block.value_out not in gradients:
                 continue
             changed = _refined_block(
-                blocks, number, [current[index] for index in indices], self, gradients[block.value_out]
+                values, block, [current[index] for index in indices], self, gradients[block.value_out]
             )
             for index, each in zip(indices, changed, strict=True):
                 current[index] = each
@@ -81,11 +82,11 @@ class BlockRefinement(Refinement):
 
 
 def _refined_block(
-    blocks: Blocks, number: int, assigned: Assigned, choices: BlockRefinement, weights: Tensor
+    values: Values, block: Block, assigned: Assigned, choices: BlockRefinement, weights: Tensor
 ) -> list[tuple[SiteGroup, Assignment]]:
-    output = blocks.blocks[number].value_out
-    alone, given = blocks.nodes(number), blocks.inputs(number)
-    wanted = blocks.run(given, [output], alone)[output]
+    output, alone = block.value_out, values.operations(block)
+    given = values.images | values.of([block.value_in])
+    wanted = values.of([output], given, alone)[output]
     start: Sides = [side for _, each in assigned for side in (each.right, each.left)]
     # The quantizer of softmax's output stays, so that the largest attention weights keep their values.
     fixed = [stays for group, _ in assigned for stays in (False, group.first.left_source.kind == "softmax")]
@@ -95,12 +96,11 @@ def _refined_block(
         state = _with_sides(assigned, best)
         whole = rewritten(alone, state)
         known = _read_by(whole, state[index // 2][0].nodes)
-        values = blocks.run(given, known, whole)
+        before = values.of(known, given, whole)
 
         def loss(quantizers: Sides) -> float:
-            outputs = blocks.run({**given, **values}, [output], rewritten(alone, _with_sides(assigned, quantizers)))[
-                output
-            ]
+            changed = rewritten(alone, _with_sides(assigned, quantizers))
+            outputs = values.of([output], {**given, **before}, changed)[output]
             return largest_errors(outputs - wanted, weights, choices.eliminated)
 
         return loss

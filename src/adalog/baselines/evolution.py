@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
-from adalog.calibration.blocks import Blocks
 from adalog.calibration.refinement import Gradients, Refinement
+from adalog.calibration.values import Values
 from adalog.choices import check_number, check_whole
 from adalog.errors import CalibrationError
 from adalog.graph.program import Program, refs_of
@@ -67,25 +67,25 @@ class Evolution(Refinement):
         # the inputs computed at the start of a pass serve all blocks.
         generator = torch.Generator().manual_seed(seed)
         blocks, output = find_blocks(program), _first_output(program, images)
-        wanted = Blocks(program, images, blocks, memory).run(dict(zip(program.inputs, images, strict=True)), [output])
+        wanted = Values(program, images, memory, blocks).of([output])
         current, least = list(assigned), None
         for _ in range(self.passes):
-            before = Blocks(rewritten(program, current), images, blocks, memory)
-            for number, block in reversed(list(enumerate(blocks))):
+            before = Values(rewritten(program, current), images, memory, blocks)
+            for block in reversed(blocks):
                 start = _weights(current, set(block.nodes))
                 if not start:
                     continue
-                given = before.inputs(number)
+                given = before.images | before.of([block.value_in])
 
                 def loss(
                     quantizers: list[Weight],
                     indices: Sequence[int] = list(start),
                     assigned: Assigned = current,
-                    before: Blocks = before,
+                    before: Values = before,
                     given: dict[str, Tensor] = given,
                 ) -> float:
                     whole = rewritten(program, _with_weights(assigned, indices, quantizers))
-                    outputs = before.run(given, [output], whole)[output]
+                    outputs = before.of([output], given, whole)[output]
                     return info_nce(outputs, wanted[output], self.temperature)
 
                 least, best = evolve(loss, list(start.values()), self, generator, least)

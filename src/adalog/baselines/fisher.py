@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from adalog.calibration.block_errors import BlockError, BlockOutput, Loss, picked, places
-from adalog.calibration.blocks import Blocks
 from adalog.calibration.gradients import distance_gradient, hessian_probe, with_mean_one
+from adalog.calibration.values import Values
 
 # Directions of change with less than this fraction of the largest power count as rounding noise.
 _EQUAL = 1e-6
@@ -24,17 +24,17 @@ class FisherWeights(BlockError):
     """
 
     def __init__(self, output: BlockOutput, *, averaged: bool = False):
-        self._blocks, self._name = output.blocks, output.name
+        self._floats, self._name = output.floats, output.name
         probe = hessian_probe(torch.Generator().manual_seed(output.seed))
         value = output.values[output.name]
         squares = torch.empty_like(value)
-        for numbers in output.batches(torch.arange(output.blocks.count, device=value.device)):
+        for numbers in output.batches(torch.arange(output.floats.count, device=value.device)):
             chunk = output.picked(numbers)
             exact = chunk[output.name]
             gradient = output.gradient(chunk, exact, lambda found: probe(list(found.values()), slice(None)))
-            _put(output.blocks, squares, output.name, numbers, gradient.square())
+            _put(output.floats, squares, output.name, numbers, gradient.square())
         self._squares = with_mean_one(squares)
-        axis = output.blocks.axis(output.name)
+        axis = output.floats.axes.get(output.name)
         self._dim, self._mean = 0, None
         if averaged and axis is not None:
             self._dim, each = axis
@@ -44,7 +44,7 @@ class FisherWeights(BlockError):
         """Return the weights of the output's values on these images."""
         if self._mean is not None:
             return torch.cat([self._mean] * len(numbers), self._dim)
-        return picked(self._blocks, {self._name: self._squares}, numbers)[self._name]
+        return picked(self._floats, {self._name: self._squares}, numbers)[self._name]
 
     def __call__(self, difference: Tensor, numbers: Tensor) -> Tensor:
         return (difference.square() * self.weights(numbers)).mean()
@@ -106,9 +106,9 @@ class LowRankFisher(BlockError):
         return low / self._units[0] + diagonal / self._units[1]
 
 
-def _put(blocks: Blocks, whole: Tensor, name: str, numbers: Tensor, some: Tensor) -> None:
+def _put(values: Values, whole: Tensor, name: str, numbers: Tensor, some: Tensor) -> None:
     """Write the values of some images into the tensor for all images, along the image axis of the named value."""
-    axis = blocks.axis(name)
+    axis = values.axes.get(name)
     if axis is None:
         whole.copy_(some)
     else:

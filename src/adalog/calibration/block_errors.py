@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from adalog.calibration.batches import Chunk
-from adalog.calibration.blocks import Blocks
 from adalog.calibration.gradients import BATCH, mean_distance
+from adalog.calibration.values import Chunk, Values
 from adalog.errors import CalibrationError
 from adalog.graph.program import leaves_of
 
@@ -28,7 +27,7 @@ class BlockOutput:
     indices of the images that train the block, and of those that evaluate it. seed: of random gradients.
     """
 
-    blocks: Blocks
+    floats: Values
     name: str
     values: Chunk
     outputs: tuple[str, ...]
@@ -42,7 +41,7 @@ class BlockOutput:
         yield from numbers.split(BATCH) if self.apart else [numbers]
 
     def picked(self, numbers: Tensor) -> Chunk:
-        return picked(self.blocks, self.values, numbers)
+        return picked(self.floats, self.values, numbers)
 
     def gradient(self, chunk: Chunk, value: Tensor, slope: Slope) -> Tensor:
         """Compute the gradient of a loss with respect to the block's output, at this value of the output.
@@ -61,12 +60,12 @@ class BlockOutput:
 
     def leaves(self, chunk: Chunk) -> list[Tensor]:
         """Return the model's outputs that are tensors."""
-        found = self.blocks.values(chunk, self.outputs)
+        found = self.floats.compute(chunk, self.outputs)
         return [value for name in self.outputs for value in leaves_of(found[name]) if isinstance(value, Tensor)]
 
     def by_image(self, values: Tensor) -> Tensor:
         """Return values of the block's output as one row per image, or one row if images cannot be separated."""
-        axis = self.blocks.axis(self.name) if self.apart else None
+        axis = self.floats.axes.get(self.name) if self.apart else None
         if axis is None:
             return values.flatten()[None]
         dim, each = axis
@@ -138,11 +137,11 @@ Loss = Callable[[BlockOutput], BlockError]
 LOSSES: dict[str, Loss] = {"squared": lambda output: SquaredError(), "output": OutputError}
 
 
-def picked(blocks: Blocks, chunk: Chunk, numbers: Tensor) -> Chunk:
+def picked(values: Values, chunk: Chunk, numbers: Tensor) -> Chunk:
     """Return the values of a chunk of all images for the selected images."""
-    if len(numbers) == blocks.count:
+    if len(numbers) == values.count:
         return dict(chunk)
-    axes = {name: blocks.axis(name) for name in chunk}
+    axes = {name: values.axes.get(name) for name in chunk}
     return {
         name: value if (axis := axes[name]) is None else value.index_select(axis[0], places(axis, numbers))
         for name, value in chunk.items()

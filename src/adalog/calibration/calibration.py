@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from adalog.calibration.blocks import Blocks
 from adalog.calibration.judge import output_errors
 from adalog.calibration.observe import Observed
 from adalog.calibration.operands import (
@@ -30,11 +29,12 @@ from adalog.calibration.operands import (
     why_unfolded,
     with_rows,
 )
+from adalog.calibration.outliers import even_out_values
 from adalog.calibration.partial import Partial, assignment_json, fingerprint
 from adalog.calibration.schedule import SERIAL, Resources, run_searches, units_of_work
 from adalog.calibration.shared import Shared
 from adalog.calibration.stages import check_images, staged
-from adalog.calibration.outliers import even_out_values
+from adalog.calibration.values import Values
 from adalog.choices import Correction
 from adalog.config import Config
 from adalog.device import default_memory, full_float32_on, waits_for_launches
@@ -174,7 +174,7 @@ class Calibration:
         self._one_by_one = not waits_for_launches(self.images[0].device)
         self._shapes = trace(self.program, self.images)
         self._requests = {each.name: request_of(self.program, each, self.sites, self._shapes) for each in self.groups}
-        self._observed = Observed(self.program, self.images, self._shapes, self._requests.values(), memory // 2)
+        self._observed = Observed(self.program, self.images, self._requests.values(), memory // 2)
         head = frozenset(self._blocks[-1].nodes)
         self._unfolded = functools.partial(why_unfolded, sites=self.sites, shapes=self._shapes, head=head)
         self._shared = Shared(
@@ -325,7 +325,7 @@ class Calibration:
             "kl": the mean KL divergence [nats] of outputs that are logits. "relative": the squared error of other
             outputs, divided by their power. Both are taken after the best common factor, and averaged over outputs.
         """
-        floats = Blocks(self.program, self.images, self._blocks, self._memory // 2)
+        floats = Values(self.program, self.images, self._memory // 2, self._blocks)
         return output_errors(self.program, floats, [program])[0]
 
     def search(self, config: Config, sites: Collection[str] | None = None) -> list[Searched]:

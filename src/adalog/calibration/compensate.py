@@ -30,10 +30,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from adalog.calibration.blocks import Blocks
 from adalog.calibration.judge import output_errors
 from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Progress
+from adalog.calibration.values import Values
 from adalog.choices import Correction
 from adalog.device import waits_for_launches
 from adalog.errors import CalibrationError, one_line
@@ -160,34 +160,34 @@ def corrected(
     before = rewritten(program, assigned, made)
     share = None if memory is None else memory // 2
     pieces = find_pieces(program)
-    floats = Blocks(program, images, pieces, share)
-    quantized = Blocks(before, images, pieces, share, like=floats)
+    floats = Values(program, images, share, pieces)
+    quantized = Values(before, images, share, pieces, like=floats)
     floats.batch = quantized.batch = min(floats.batch, quantized.batch)
     done = 0
-    for number, piece in enumerate(pieces):
+    for piece in pieces:
         names = set(piece.nodes)
         inside = [index for index, (group, _) in enumerate(current) if group.first.node.name in names]
-        ran = names | {node.name for node in floats.nodes(number).nodes}  # also earlier values that read no images
+        ran = names | {node.name for node in floats.operations(piece).nodes}  # also earlier values that read no images
         here = [index for index, (group, _) in enumerate(current) if not ran.isdisjoint(group.changes)]
         able = [index for index in inside if _can_be_corrected(program, *current[index], names)]
         streams = {index: _stream(program, current[index][0]) if choices.target == "stream" else None for index in able}
         beside = [name for stream in streams.values() for name in stream or ()]
         groups = [current[index][0] for index in able]
         values = [name for group in groups for name in (*group.read, *group.nodes)]
-        floats.keeps_apart(number, [*values, *beside])  # all at once
+        floats.separable([*values, *beside], piece.value_in)  # all at once
         for index in able:
             group, assignment = current[index]
             key = f"correction of {group.name}"
             result = None if partial is None else partial.get(key, images[0].device)
             if result is None:
                 within = rewritten(program, [current[each] for each in here], made)
-                seen = _seen(floats, quantized, number, group, within, weights or {}, streams[index])
+                seen = _seen(floats, quantized, piece.value_in, group, within, weights or {}, streams[index])
                 result = _refitted(program, group, assignment, seen, choices)
                 if partial is not None:
                     partial.add(key, result)
             current[index] = (group, result)
         if able:
-            quantized.change(number, rewritten(program, current, made))
+            quantized.change(rewritten(program, current, made), piece.value_in)
         done += len(inside)
         if progress is not None and inside:
             progress(done, len(current), f"{current[inside[-1]][0].name} corrected")
@@ -229,9 +229,9 @@ def _stream(program: Program, group: SiteGroup) -> tuple[str, str] | None:
 
 
 def _seen(
-    floats: Blocks,
-    quantized: Blocks,
-    number: int,
+    floats: Values,
+    quantized: Values,
+    start: str,
     group: SiteGroup,
     program: Program,
     weights: Mapping[str, Tensor],
@@ -247,10 +247,10 @@ def _seen(
     outputs = [[site.node.name for site in call] for call in group.calls]
     reads = [nodes[names[0]].args[0].name for names in outputs]
     beside = [] if stream is None else list(stream)
-    apart = floats.keeps_apart(number, [*group.read, *group.nodes, *beside])
-    axes = [floats.axis(name) if apart and floats.count > _HELD_OUT else None for name in group.read]
-    wanted = floats.streamed(number, [*group.nodes, *beside[:1]], apart=apart)
-    given = quantized.streamed(number, [*dict.fromkeys(reads), *beside[1:]], program, apart=apart)
+    apart = floats.separable([*group.read, *group.nodes, *beside], start)
+    axes = [floats.axes.get(name) if apart and floats.count > _HELD_OUT else None for name in group.read]
+    wanted = floats.batches([*group.nodes, *beside[:1]], start, apart=apart)
+    given = quantized.batches([*dict.fromkeys(reads), *beside[1:]], start, program, apart=apart)
     sums: list[Moments | None] = [None, None]
     origin: tuple[Tensor, Tensor] | None = None
     begun = 0  # the index of the batch's first image

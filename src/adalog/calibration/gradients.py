@@ -1,20 +1,18 @@
 """Compute how much each value inside a program matters to its output, as squared gradients."""
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adalog.calibration.batches import Batches, Chunk
+from adalog.calibration.values import Chunk, Values, batch_bytes
 from adalog.device import waits_for_launches
 from adalog.errors import CalibrationError
 from adalog.graph.operations import aten
 from adalog.graph.program import Node, Program, evaluate, leaves_of, refs_of
-from adalog.graph.tracing import image_axes, keeps_images_apart, size_in_bytes, trace
-from adalog.search.quantiles import coprime
+from adalog.graph.stretches import NEVER, lifetimes, live_bytes, passed_bytes
 
 # (the program's differentiable outputs for some images, the slice of these images) -> the gradient of a loss with
 # respect to each output.
@@ -24,8 +22,6 @@ BATCH = 4  # images per draw of a probe, and per backward pass on a CPU
 _BATCH_OF_ACCELERATOR = 32
 # The most bytes of values in a backward pass over several images. Large images run one at a time.
 _BATCH_BYTES = 4 << 30
-# If two images together and each of them alone have more bytes of values than this, a part of the values is compared.
-_COMPARED_BYTES = 1 << 28
 _NORMALISED = aten("batch_norm.default instance_norm.default")  # their statistics take no gradient
 
 
@@ -116,21 +112,21 @@ def squared_gradients(
     the values of any other batch; a program that makes more runs in stretches, whose values are computed again for the
     backward pass. None: no limit. Raises CalibrationError if no output has a gradient.
     """
-    traced = trace(program, images)
+    statistics = {ref.name for node in program.nodes if node.op in _NORMALISED for ref in node.args[3:5] if ref}
+    leaves = {name: value.detach() if name in statistics else _leaf(value) for name, value in program.tensors.items()}
+    free, values = replace(program, tensors=leaves), Values(program, images)
+    traced, count = values.shapes, values.count
     names = [
         name
         for name, value in traced.items()
         if name in names and isinstance(value, Tensor) and value.is_floating_point()
     ]
-    dimensions, count = _image_dimensions(program, images, traced, names), len(images[0])
+    dimensions = _image_dimensions(values, names)
     draw = few = count if dimensions is None else BATCH
     made = _bytes_made(program, traced)
     if dimensions is not None:
         few = min(draw, max(1, _BATCH_BYTES * count // max(1, sum(made))))
     batch = max(draw, _BATCH_OF_ACCELERATOR) if waits_for_launches(images[0].device) and few == draw else few
-    statistics = {ref.name for node in program.nodes if node.op in _NORMALISED for ref in node.args[3:5] if ref}
-    leaves = {name: value.detach() if name in statistics else _leaf(value) for name, value in program.tensors.items()}
-    free = Batches(replace(program, tensors=leaves), images)
     if dimensions is None:  # a value that no image reaches would be computed in several stretches
         memory = None
     ends = _ends(program, traced, made, None if memory is None else memory * count // min(batch, count))
@@ -138,9 +134,15 @@ def squared_gradients(
     # so all others are reduced at the end.
     each, whole = (reduced, _unchanged) if few < draw else (_unchanged, reduced)
     batches: dict[str, list[Tensor]] = {name: [] for name in names}
-    for start in range(0, count, batch):
-        which = slice(start, min(start + batch, count))
-        for name, value in _squares_of_batch(free, which, names, probes, min(draw, batch), each, ends).items():
+    start = 0
+    for images_of_batch in values.split(values.images, batch):
+        which = slice(start, start := start + values.count_of(images_of_batch))
+        chunk = {name: _leaf(value) for name, value in images_of_batch.items()}
+
+        def slopes(outputs: Sequence[Tensor], which: slice = which) -> Sequence[Sequence[Tensor]]:
+            return _drawn(probes, outputs, which, min(draw, batch))
+
+        for name, value in _squares_of_batch(values, free, chunk, names, slopes, each, ends).items():
             batches[name].append(whole(name, value))
     together = {
         name: values[0] if dimensions is None else torch.cat(values, dimensions[name])
@@ -167,69 +169,61 @@ def _bytes_made(program: Program, traced: Mapping[str, Any]) -> list[int]:
 def _ends(program: Program, traced: Mapping[str, Any], made: Sequence[int], memory: int | None) -> list[int]:
     """Return the numbers of nodes after which the stretches of a program end; there is one stretch if memory suffices.
 
-    Each stretch makes values of up to a quarter of the memory, and ends where later ones need few bytes. made: from
-    `_bytes_made`.
+    Each stretch makes values of up to a batch's share of the memory, and ends where later ones need few bytes. made:
+    from `_bytes_made`.
     """
     count, ends, start = len(program.nodes), list[int](), 0
     if memory is None or sum(made) <= memory:
         return [count]
 
-    def size(name: str) -> float:
-        value = traced[name]  # a list of tensors cannot be passed on
-        return math.inf if isinstance(value, (tuple, list)) else size_in_bytes(value)
-
-    passed = [sum(map(size, names)) for names in _passed(program, range(count + 1))]
+    lives = _lives(program)
+    passed = live_bytes(lives, {name: passed_bytes(traced[name]) for name in lives}, count)
     for index in range(count):
-        if sum(made[start : index + 1]) > memory // 4 and index > start:
+        if sum(made[start : index + 1]) > batch_bytes(memory) and index > start:
             end = min(range((start + index) // 2 + 1, index + 1), key=lambda end: (passed[end], -end))
-            if passed[end] < math.inf:
+            if passed[end] < NEVER:
                 ends.append(end)
                 start = end
     return [*ends, count]
 
 
-def _passed(program: Program, ends: Iterable[int]) -> list[list[str]]:
-    """Return the values of the images that each stretch passes on, because later stretches or the output need them.
-
-    ends: from `_ends`.
-    """
-    count = len(program.nodes)
-    lasts = {name: index for index, node in enumerate(program.nodes) for name in node.refs()}
-    lasts |= dict.fromkeys(refs_of(program.output), count)
-    made = {node.name: index for index, node in enumerate(program.nodes) if node.name in program.of_inputs}
-    return [[name for name, index in made.items() if index < end <= lasts.get(name, -1)] for end in ends]
+def _lives(program: Program) -> dict[str, range]:
+    """Return when each value of the images is live; a stretch computes other values again."""
+    return {name: life for name, life in lifetimes(program).items() if name in program.of_inputs}
 
 
 def _squares_of_batch(
-    free: Batches,
-    which: slice,
+    values: Values,
+    free: Program,
+    images: Chunk,
     names: Collection[str],
-    probes: Sequence[Probe],
-    draw: int,
+    slopes: Callable[[Sequence[Tensor]], Sequence[Sequence[Tensor]]],
     reduced: Callable[[str, Tensor], Tensor],
     ends: Sequence[int],
 ) -> dict[str, Tensor]:
     """Return the squared gradients of each named value for some images, averaged over probes.
 
-    free: the program with tensors that require gradients. reduced: is applied to the squares of each probe. ends: from
-    `_ends`. The forward of the last stretch serves its backward. Others run twice, so that one is held at a time.
+    free: the program with tensors that require gradients. slopes: returns the gradients of each probe with respect to
+    the outputs. reduced: is applied to the squares of each probe. ends: from `_ends`. The forward of the last stretch
+    serves its backward. Others run twice, so that one is held at a time.
     """
-    program, squares = free.program, dict[str, Tensor]()
-    chunks: list[Chunk] = [{name: _leaf(value[which]) for name, value in free.images.items()}]
-    passed = [*_passed(program, ends[:-1]), list(dict.fromkeys(refs_of(program.output)))]
+    squares, chunks, lives = dict[str, Tensor](), [images], _lives(free)
+    passed = [[name for name, life in lives.items() if end in life] for end in ends[:-1]]
+    passed.append(list(dict.fromkeys(refs_of(free.output))))
     for wanted in passed[:-1]:
-        result, _ = _stretch(free, chunks[-1], wanted, ())
+        result, _ = _stretch(values, free, chunks[-1], wanted, ())
         chunks.append({**chunks[0], **{name: _detached(value) for name, value in result.items()}})
         del result
-    result, kept = _stretch(free, chunks[-1], passed[-1], names)
-    outputs = [value for value in leaves_of(evaluate(program.output, result)) if _has_gradient(value)]
+    result, kept = _stretch(values, free, chunks[-1], passed[-1], names)
+    outputs = [value for value in leaves_of(evaluate(free.output, result)) if _has_gradient(value)]
     if not outputs:
         raise CalibrationError(
             "the model has no differentiable output, but this method needs one: choose another method"
         )
-    given = _drawn(probes, outputs, which, draw)
+    given = slopes(outputs)
+    probes = len(given)
     for index in reversed(range(len(passed))):
-        starts = {name: value for name, value in chunks[index].items() if name not in free.images}
+        starts = {name: value for name, value in chunks[index].items() if name not in images}
         starts = {name: value for name, value in starts.items() if _has_gradient(value)}
         squares |= {name: reduced(name, torch.zeros_like(value)) for name, value in kept.items()}
         reached = {name: value for name, value in kept.items() if value.requires_grad}
@@ -240,19 +234,21 @@ def _squares_of_batch(
             for name in reversed(reached):
                 gradient = found.pop()  # so that it is freed before the next one is squared
                 if gradient is not None:
-                    squares[name] += reduced(name, gradient.square() / len(probes))
+                    squares[name] += reduced(name, gradient.square() / probes)
             following.append(found)
         if index:
             chunks.pop()
             del result, kept, reached, outputs, inputs
-            result, kept = _stretch(free, chunks[-1], passed[index - 1], names)
+            result, kept = _stretch(values, free, chunks[-1], passed[index - 1], names)
             used = [place for place, name in enumerate(starts) if following and following[0][place] is not None]
             outputs = [result[name] for place, name in enumerate(starts) if place in used]
             given = [[gradient for gradient in found if gradient is not None] for found in following]
     return squares
 
 
-def _stretch(free: Batches, chunk: Chunk, wanted: Collection[str], names: Collection[str]) -> tuple[Chunk, Chunk]:
+def _stretch(
+    values: Values, free: Program, chunk: Chunk, wanted: Collection[str], names: Collection[str]
+) -> tuple[Chunk, Chunk]:
     """Compute the values that a stretch passes on from the values of a chunk; return also its named values."""
     kept: Chunk = {}
 
@@ -261,7 +257,7 @@ def _stretch(free: Batches, chunk: Chunk, wanted: Collection[str], names: Collec
             kept[node.name] = result
 
     with torch.enable_grad():
-        return free.run(chunk, wanted, watch=watch), kept
+        return values.compute(chunk, wanted, free, watch), kept
 
 
 def _detached(value: Any) -> Any:
@@ -301,38 +297,8 @@ def _leaf(value: Tensor) -> Tensor:
     return value.detach().requires_grad_() if value.is_floating_point() else value
 
 
-@torch.no_grad()
-def _image_dimensions(
-    program: Program, images: Sequence[Tensor], traced: Mapping[str, Any], names: Sequence[str]
-) -> dict[str, int] | None:
-    """Return the dimension of each value that counts images; None if the images must run together.
-
-    traced: the result of `trace` for the images. Of values that exceed `_COMPARED_BYTES`, a part is compared.
-    """
-    count = len(images[0])
-    if count < 2:
-        return None
-    axes = image_axes(program, images)
-    counted = {name: axis for name in names if (axis := axes.get(name)) is not None}
-    dimensions = {name: axis[0] for name, axis in counted.items()}
-    if len(dimensions) < len(set(names)):
-        return None
-    held = sum(4 * size_in_bytes(traced[name]) // count for name in dimensions)  # two images together, and each alone
-    step = -(-held // _COMPARED_BYTES)
-
-    def run(first: int, count: int) -> dict[str, Tensor]:
-        seen: dict[str, Tensor] = {}
-
-        def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-            if node.name in dimensions and step > 1:
-                axis = dimensions[node.name]
-                rows = result.movedim(axis, 0).reshape(result.shape[axis], -1)
-                result = rows[:, :: coprime(step, rows.shape[1])].clone()
-            if node.name in dimensions:
-                seen[node.name] = result
-
-        program.run([value[first : first + count] for value in images], watch)
-        return seen
-
-    places = axes if step == 1 else {name: (0, each) for name, (_, each) in counted.items()}
-    return dimensions if keeps_images_apart(run, list(dimensions), places) else None
+def _image_dimensions(values: Values, names: Sequence[str]) -> dict[str, int] | None:
+    """Return the dimension of each value that counts images; None if the images must run together."""
+    axes = [values.axes.get(name) for name in names] if values.count > 1 else [None]
+    dimensions = {name: axis[0] for name, axis in zip(names, axes, strict=False) if axis is not None}
+    return dimensions if None not in axes and values.keeps_apart(values.images, names) else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adalog.calibration.block_errors import picked
-from adalog.calibration.blocks import Blocks
+from adalog.calibration.values import Values
 from adalog.graph.program import Program, leaves_of, refs_of
 
 # The most images that are evaluated. Their outputs are held.
@@ -24,7 +24,7 @@ _HALVINGS = 24
 
 @torch.no_grad()
 def output_errors(
-    program: Program, floats: Blocks, candidates: Sequence[Program], numbers: Tensor | None = None
+    program: Program, floats: Values, candidates: Sequence[Program], numbers: Tensor | None = None
 ) -> list[dict[str, float]]:
     """Return the errors of each candidate's outputs on the first 64 images, or on all if they cannot be separated.
 
@@ -36,20 +36,20 @@ def output_errors(
     default: all.
     """
     outputs = tuple(dict.fromkeys(refs_of(program.output)))
-    apart = floats.keeps_apart(0, outputs)
+    apart = floats.separable(outputs, program.inputs[0])
     every = torch.arange(floats.count, device=next(iter(floats.images.values())).device)
     batches = (every if numbers is None else numbers)[:_IMAGES].split(floats.batch) if apart else (every,)
     images = [picked(floats, floats.images, batch) for batch in batches]
 
     def run(candidate: Program) -> list[tuple[str, Tensor]]:
-        parts = [floats.values(chunk, outputs, candidate) for chunk in images]
+        parts = [floats.compute(chunk, outputs, candidate) for chunk in images]
         leaves = [
             [(name, leaf) for name in outputs for leaf in leaves_of(part[name]) if _is_float(leaf)] for part in parts
         ]
         return [(same[0][0], joined(same[0][0], [leaf for _, leaf in same])) for same in zip(*leaves, strict=True)]
 
     def joined(name: str, values: Sequence[Tensor]) -> Tensor:
-        axis = floats.axis(name)
+        axis = floats.axes.get(name)
         if axis is None:  # all images share it, or they cannot be separated: there is one batch
             return torch.atleast_1d(values[0])
         return torch.cat([value.movedim(axis[0], 0) for value in values])

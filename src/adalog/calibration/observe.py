@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from threading import Lock
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.calibration.batches import Batches, Chunk, in_own_memory
+from adalog.calibration.values import Chunk, Values, batch_that_fits, held_bytes, in_own_memory, memory_to_hold
 from adalog.errors import CalibrationError
 from adalog.graph.program import Node, Program
+from adalog.graph.stretches import NEVER, lifetimes, live_bytes, passed_bytes, peak_bytes
 from adalog.graph.tracing import size_in_bytes
 from adalog.search.quantiles import coprime
 
@@ -55,37 +56,30 @@ class Observed:
     """The values of a program on images, by name, with about `memory` bytes held at a time.
 
     If the values of all requests fit in memory, one forward of all images computes them, and they are kept. Otherwise
-    the program runs in stages, and each stage runs all images in batches. 3/8 of the memory holds the values of one
-    stage, 3/8 the values that the next stage starts from, and 1/4 a batch. If the values that the next stage starts
-    from take more, it starts from those of an earlier stage or from the images. Stages requested in order cost one
-    forward in total. A request for an earlier stage starts from the images again.
+    the program runs in stages, and each stage runs all images in batches. The memory is divided as in `values`, between
+    the values of one stage, the values that the next stage starts from, and a batch. If the values that the next stage
+    starts from take more, it starts from those of an earlier stage or from the images. Stages requested in order cost
+    one forward in total. A request for an earlier stage starts from the images again.
 
-    If a request takes more than its 3/8, or more scratch than `memory`, or if fewer rows are enough for it, every n-th
-    row, image or window of it is kept. The stride n has no common factor with the number of rows or windows in an
+    If a request takes more than its share, or more scratch than `memory`, or if fewer rows are enough for it, every
+    n-th row, image or window of it is kept. The stride n has no common factor with the number of rows or windows in an
     image.
 
-    Batches give the same values as all images at once, up to rounding. Each stage checks this on two images. If it does
-    not hold, because the program mixes images or counts them in a dimension inside another, the stage runs on all
-    images at once. The images, the program's tensors and values from `seen` that a caller keeps do not count towards
-    the memory. Several threads may call `seen` at the same time.
+    Each stage checks on two images whether batches give the same values, as `Values` does. If they do not, the stage
+    runs on all images at once. Several threads may call `seen` at the same time.
 
-    shapes: the result of `trace` for all images. Raises ValueError if fewer than 1,024 rows of a request would be kept.
-    `seen` raises CalibrationError if a value is not finite.
+    Raises ValueError if fewer than 1,024 rows of a request would be kept. `seen` raises CalibrationError if a value is
+    not finite.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        images: Sequence[Tensor],
-        shapes: Mapping[str, Any],
-        requests: Iterable[Request],
-        memory: int,
-    ):
-        self._program, self._shapes = program, shapes
-        self._batches = Batches(program, images)
+    def __init__(self, program: Program, images: Sequence[Tensor], requests: Iterable[Request], memory: int):
+        self._program = program
+        self._all = Values(program, images)
+        self._shapes, self._batch = self._all.shapes, self._all.count
         self._home = _homes(program)
-        self._lasts: dict[str, int] = {}  # by name: the index of the node until which a value is held
-        self._batch = self._batches.count
+        # When each value is held: until the last node that reads it, and until the cut before the last stage that
+        # holds it.
+        self._lives = lifetimes(replace(program, output=()))
         together: dict[frozenset[str], Request] = {}
         for request in requests:
             names = request.names.difference(program.tensors)
@@ -98,7 +92,7 @@ class Observed:
         self._now: int | None = None
         self._values: Chunk = {}
         # The first stage that starts from here, the number of nodes that ran before it, and the values to start from.
-        self._beginning = (0, 0, self._batches.split(self._batches.images, self._batch))
+        self._beginning = (0, 0, self._all.split(self._all.images, self._batch))
         self._checkpoint = self._beginning
 
     def stage(self, names: Collection[str]) -> int:
@@ -139,7 +133,7 @@ class Observed:
         held = {storage._cdata: storage.nbytes() for storage in made}
         if sum(held.values()) <= memory and all(each.scratch <= memory and each.stride == 1 for each in requests):
             return [_Stage(every, 1, False, max(self._home[name] for name in every))]
-        limit = memory * 3 // 8
+        limit = held_bytes(memory)
         stages: list[_Stage] = []
         for request, stride in zip(requests, self._strides(requests, limit, memory), strict=True):
             if stages and stages[-1].stride == stride == 1 and self._bytes(stages[-1].names | request.names) <= limit:
@@ -158,7 +152,8 @@ class Observed:
             least = max(1, -(-self._bytes(request.names) // max(limit, 1)), -(-request.scratch // max(memory, 1)))
             each, most = (1, 1) if max(least, request.stride) == 1 else self._possible(request)
             if least > most:
-                short.append((2 * (max(self._bytes(request.names) * 8 // 3, request.scratch) // most + 4), request))
+                whole = max(memory_to_hold(self._bytes(request.names)), request.scratch)
+                short.append((2 * (whole // most + 4), request))
             else:
                 strides.append(coprime(max(least, min(request.stride, most)), each))
         if short:
@@ -174,9 +169,9 @@ class Observed:
         """Return a number with which a request's stride may have no common factor, and the largest such stride."""
         shapes = {name: self._shapes[name] for name in sorted(request.names)}
         rows = min(value[..., 0].numel() for value in shapes.values())
-        places = [(shapes[name].ndim - axis[0], axis[1]) for name in shapes if (axis := self._batches.axes.get(name))]
+        places = [(shapes[name].ndim - axis[0], axis[1]) for name in shapes if (axis := self._all.axes.get(name))]
         if request.by_row:
-            each = math.prod(max(1, value[..., 0].numel() // self._batches.count) for value in shapes.values())
+            each = math.prod(max(1, value[..., 0].numel() // self._all.count) for value in shapes.values())
         else:
             each = places[0][1] if len(set(places)) == 1 else 0  # gcd(n, 0) is n, so 0 allows only stride 1
         return each, next(
@@ -186,31 +181,23 @@ class Observed:
     def _with_cuts(self, stages: Sequence[_Stage], memory: int) -> list[_Stage]:
         """Return the stages with their ends and cuts; also set the batch size and how long each value is held."""
         ends = list(accumulate((max(self._home[name] for name in stage.names) for stage in stages), max))
-        # A value is held until the last node that reads it, and until the cut before the last stage that holds it.
-        self._lasts = {name: index for index, node in enumerate(self._program.nodes) for name in node.refs()}
-        gaps: list[range] = []
+        gaps: list[range] = []  # the positions at which the next stage could start
         for number, end in enumerate(ends):
             later = frozenset[str]().union(*(stage.names for stage in stages[number + 1 :]))
             first = min((self._home[name] - 1 for name in later if self._home[name] > end), default=end)
             gaps.append(range(end, first + 1))
-            for name in later:
-                self._lasts[name] = max(self._lasts.get(name, 0), first)
-        change, barred = ([0] * (len(self._program.nodes) + 2) for _ in range(2))
-        for name, last in self._lasts.items():
-            if self._home[name]:
-                value = self._shapes[name]
-                for counts, amount in ((change, size_in_bytes(value)), (barred, isinstance(value, (tuple, list)))):
-                    counts[self._home[name]] += amount
-                    counts[last + 1] -= amount
-        live, several = list(accumulate(change)), list(accumulate(barred))
-        cuts = [min(gap, key=lambda position: (several[position], live[position])) for gap in gaps]
-        kept = [not several[cut] and live[cut] <= memory * 3 // 8 for cut in cuts[:-1]] + [False]
+            for name in later & self._lives.keys():
+                life = self._lives[name]
+                self._lives[name] = range(life.start, max(life.stop, first + 1))
+        passed = {name: passed_bytes(self._shapes[name]) for name in self._lives}
+        live = live_bytes(self._lives, passed, len(self._program.nodes))
+        cuts = [min(gap, key=lambda position: live[position]) for gap in gaps]
+        kept = [live[cut] < NEVER and live[cut] <= held_bytes(memory) for cut in cuts[:-1]] + [False]
         # A batch's values while it runs, the values that it starts from, and the values that are taken from it.
-        nodes = self._program.nodes
-        peak = max(live[index] + size_in_bytes(self._shapes[node.name]) for index, node in enumerate(nodes))
+        peak = peak_bytes(self._program, self._shapes, self._lives)
         peak += max(live[cut] if keep else 0 for cut, keep in zip(cuts, kept, strict=True))
         peak += max(self._bytes(stage.names) for stage in stages)
-        self._batch = min(self._batch, max(2, memory * self._batch // (4 * peak)))
+        self._batch = batch_that_fits(self._batch, peak, memory, least=2)
         return [
             replace(stage, end=end, cut=cut if keep else None)
             for stage, end, cut, keep in zip(stages, ends, cuts, kept, strict=True)
@@ -221,23 +208,24 @@ class Observed:
 
     def _live(self, position: int) -> list[str]:
         """Return the tensors of earlier nodes that nodes from this position on read, or that later stages hold."""
-        made = [name for name, last in self._lasts.items() if 0 < self._home[name] <= position <= last]
+        made = [name for name, life in self._lives.items() if position in life]
         return [name for name in made if isinstance(self._shapes[name], Tensor)]
 
     # --- run of a stage ---
 
     @torch.no_grad()  # the gradient mode is set per thread
     def _observe(self, number: int) -> None:
-        stage, images = self._stages[number], self._batches.images
+        stage, images = self._stages[number], self._all.images
         self._values, self._now = {}, None
         chunks = (self._checkpoint if number >= self._checkpoint[0] else self._beginning)[2]
         live = [] if stage.cut is None else self._live(stage.cut)
         made = [name for name in stage.names if self._home[name]]
-        apart = self._batch < self._batches.count and self._batches.keeps_apart(chunks[0], {*made, *live})
+        apart = self._batch < self._all.count and self._all.keeps_apart(chunks[0], {*made, *live})
         if not apart:
-            chunks = [self._batches.joined(chunks)]
+            started = chunks[0].keys() - images.keys()
+            chunks = [images | self._all.joined(chunks, started, self._all.count)] if len(chunks) > 1 else chunks
         elif len(chunks) == 1:
-            chunks = self._batches.split(chunks[0], self._batch)
+            chunks = self._all.split(chunks[0], self._batch)
         if stage.cut is not None:
             self._checkpoint = self._beginning  # the next run starts here if this one fails
         queue, following = deque(chunks), list[Chunk]()
@@ -250,11 +238,11 @@ class Observed:
             if stage.cut is not None:
                 following.append({name: chunk[name] for name in images})
                 for name in live:
-                    shared = apart and self._batches.axes[name] is None and before
+                    shared = apart and self._all.axes[name] is None and before
                     following[-1][name] = following[0][name] if shared else in_own_memory(result[name])
             for name in made:
                 self._place(name, result.pop(name), stage, before, apart, values)
-            before += self._batches.count_of(chunk)
+            before += self._all.count_of(chunk)
             del result  # free it before the next batch runs
         if stage.cut is not None:
             self._checkpoint = (number + 1, stage.cut, following)
@@ -268,7 +256,7 @@ class Observed:
             if node.name in self._wanted:
                 checks.append((node, torch.isfinite(result).all()))
 
-        result = self._batches.run(chunk, names, watch=check)
+        result = self._all.compute(chunk, names, watch=check)
         finite = torch.stack([each for _, each in checks]).tolist() if checks else []
         for (node, _), is_finite in zip(checks, finite, strict=True):
             if not is_finite:
@@ -280,10 +268,10 @@ class Observed:
 
     def _counted(self, name: str, stage: _Stage) -> tuple[int, int] | None:
         """Return (dimension, entries per image) along which a value is thinned; None if all images share the value."""
-        axes = self._batches.axes
+        axes = self._all.axes
         shared = name in axes and axes[name] is None
         if stage.stride > 1 and stage.by_row and not shared:
-            return 0, self._shapes[name][..., 0].numel() // self._batches.count
+            return 0, self._shapes[name][..., 0].numel() // self._all.count
         return axes.get(name)
 
     def _thinned(self, name: str, value: Tensor, stage: _Stage, before: int) -> Tensor:
@@ -295,7 +283,7 @@ class Observed:
             return value
         dim, each = counted
         if stage.by_row:
-            axis = self._batches.axes.get(name)
+            axis = self._all.axes.get(name)
             value = value.movedim(axis[0] if axis else 0, 0).reshape(-1, value.shape[-1])
         return value[(slice(None),) * dim + (slice(-before * each % stage.stride, None, stage.stride),)]
 
@@ -310,7 +298,7 @@ class Observed:
             values[name] = torch.empty_like(self._shapes[name], device=piece.device)
         elif name not in values:
             shape = list(piece.shape)
-            shape[dim] = -(-self._batches.count * each // stage.stride)
+            shape[dim] = -(-self._all.count * each // stage.stride)
             values[name] = piece.new_empty(shape)
         values[name].narrow(dim, -(-before * each // stage.stride), piece.shape[dim]).copy_(piece)
 

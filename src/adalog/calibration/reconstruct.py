@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from adalog.calibration.batches import Chunk
 from adalog.calibration.block_errors import LOSSES, BlockOutput, Loss, picked
-from adalog.calibration.blocks import Blocks
 from adalog.calibration.judge import output_errors
 from adalog.calibration.partial import Partial
 from adalog.calibration.replay import Masks, Replay, random_mask
 from adalog.calibration.schedule import SERIAL, Resources, coded, coded_list
 from adalog.calibration.training import GroupInTraining, RoundedAtOnce, Side, confine
+from adalog.calibration.values import Chunk, Values
 from adalog.choices import Reconstruction
 from adalog.device import multiplies_bfloat16, waits_for_launches
 from adalog.graph.operations import FAKE_QUANTIZE
@@ -96,7 +95,7 @@ def reconstructed(
     all of its effect. If a block's output is not a floating-point tensor, all of its groups keep their assignments.
 
     losses: the errors of a block's output, by name. memory: bytes for the values of both networks held at a time, as in
-    `Blocks`. The following always comes on top: a block's inputs and outputs on all images, the weights of its errors,
+    `Values`. The following always comes on top: a block's inputs and outputs on all images, the weights of its errors,
     the training state of its weights, and the values that gradients need on four images, or on all images of a step on
     an accelerator. With the scope "model", all of this counts for the whole model. partial: the opened file of the
     resources; the first rank adds finished blocks. All ranks compute the values of both networks, and they share the
@@ -108,8 +107,8 @@ def reconstructed(
         blocks, stage, where = find_blocks(program), "reconstruction", "block"
     else:
         blocks, stage, where = find_spans(program), "tuning", "end to end, block"
-    floats = Blocks(program, images, blocks, share)
-    quantized = Blocks(rewritten(program, current), images, blocks, share, like=floats)
+    floats = Values(program, images, share, blocks)
+    quantized = Values(rewritten(program, current), images, share, blocks, like=floats)
     judged = _split(torch.arange(floats.count, device=device))[1]
 
     def error(assigned: Assigned) -> float:
@@ -125,7 +124,7 @@ def reconstructed(
             name = f"{where} {number + 1} of {len(blocks)}{told}"
             resources.report(number * choices.iterations + step, len(blocks) * choices.iterations, name)
 
-        names = {node.name for node in floats.nodes(number).nodes} - _leading_elsewhere(program, block)
+        names = {node.name for node in floats.operations(block).nodes} - _leading_elsewhere(program, block)
         members = [index for index, (group, _) in enumerate(current) if group.changes <= names]
         keys = [f"{stage} of {current[index][0].name}" for index in members]
         done = {key: found for key in keys if partial is not None and (found := partial.get(key, device)) is not None}
@@ -138,7 +137,7 @@ def reconstructed(
                 if index not in members and not names.isdisjoint(each[0].nodes)
             ]
             block_in_training = BlockInTraining(
-                program, floats, quantized, number, here, choices, seed, ranks, beside, losses
+                program, floats, quantized, block, here, choices, seed, ranks, beside, losses
             )
             best = [assignment for _, assignment in block_in_training.trained(report)]
 
@@ -163,7 +162,7 @@ def reconstructed(
                     partial.add(key, assignment)
         for index, key in zip(members, keys, strict=True):
             current[index] = (current[index][0], done.get(key, current[index][1]))
-        quantized.change(number, rewritten(program, current))
+        quantized.change(rewritten(program, current), block.value_in)
         report(choices.iterations)
     return current
 
@@ -193,9 +192,9 @@ class BlockInTraining:
     def __init__(
         self,
         program: Program,
-        floats: Blocks,
-        quantized: Blocks,
-        number: int,
+        floats: Values,
+        quantized: Values,
+        block: Block,
         assigned: Assigned,
         choices: Reconstruction,
         seed: int,
@@ -203,20 +202,19 @@ class BlockInTraining:
         beside: Assigned = (),
         losses: Mapping[str, Loss] = LOSSES,
     ):
-        self._blocks, self._number, self._choices, self._ranks = floats, number, choices, ranks
-        self._nodes, self._assigned, self._beside = floats.nodes(number), list(assigned), list(beside)
+        self._values, self._in, self._out = floats, block.value_in, block.value_out
+        self._choices, self._ranks = choices, ranks
+        self._nodes, self._assigned, self._beside = floats.operations(block), list(assigned), list(beside)
         if beside:  # rewriting these groups reads tensors of their operations in other blocks
             self._nodes = replace(self._nodes, tensors=program.tensors)
         whole = self._rewritten(self._assigned)
         self._groups = [GroupInTraining(group, found, program, whole, choices) for group, found in assigned]
-        block = floats.blocks[number]
         # If images cannot be separated, every step and evaluation takes all of them. The float network is tested first.
-        apart = floats.keeps_apart(number, [block.value_out])
-        self._exact, self._out = floats.inputs(number), block.value_out
-        self._given = quantized.inputs(number)
-        self._wanted = floats.run(self._exact, [self._out])
+        apart = floats.separable([self._out], self._in)
+        self._exact, self._given = (values.images | values.of([self._in]) for values in (floats, quantized))
+        self._wanted = floats.of([self._out], self._exact)
         device = self._wanted[self._out].device
-        self._generator = torch.Generator(device).manual_seed(seed + 1000 * number)
+        self._generator = torch.Generator(device).manual_seed(seed + 1000 * floats.starts.index(self._in))
         self._apart = apart
         numbers = torch.arange(floats.count, device=device)
         self._fitted, self._judging = _split(numbers) if apart else (numbers, numbers)
@@ -228,7 +226,7 @@ class BlockInTraining:
             2**31, (len(self._shares(numbers[: self._batch])),), generator=self._generator, device=device
         )
         self._generators = [torch.Generator(device).manual_seed(each) for each in share_seeds.tolist()]
-        chunk = {name: self._exact[name] for name in floats.images} | self._wanted
+        chunk = floats.images | self._wanted
         outputs = tuple(dict.fromkeys(refs_of(program.output)))
         self._error = losses[choices.loss](
             BlockOutput(floats, self._out, chunk, outputs, apart, self._fitted, self._judging, seed)
@@ -418,9 +416,9 @@ class BlockInTraining:
         batches = self._judging.split(self._batch)
 
         def parts(number: int) -> Tensor:
-            chunks = (picked(self._blocks, chunk, batches[number]) for chunk in (self._exact, self._given))
+            chunks = (picked(self._values, chunk, batches[number]) for chunk in (self._exact, self._given))
             exact, given = (
-                self._blocks.values(chunk, names, each)
+                self._values.compute(chunk, names, each)
                 for chunk, each in zip(chunks, (self._nodes, program), strict=True)
             )
             found = []
@@ -476,10 +474,10 @@ class BlockInTraining:
 
         drop, mask: as in `_run`; here drop is also the share of the inputs that are exact.
         """
-        given, wanted = (picked(self._blocks, chunk, numbers) for chunk in (self._given, self._wanted))
-        name = self._blocks.blocks[self._number].value_in
+        given, wanted = (picked(self._values, chunk, numbers) for chunk in (self._given, self._wanted))
+        name = self._in
         if drop and mask is not None and given[name].is_floating_point():
-            exact = picked(self._blocks, {name: self._exact[name]}, numbers)
+            exact = picked(self._values, {name: self._exact[name]}, numbers)
             given[name] = given[name].lerp(exact[name], mask(given[name]))
         difference = self._run(program, given, drop, mask) - wanted[self._out]
         return self._error(difference, numbers)
@@ -499,12 +497,12 @@ class BlockInTraining:
             products = _PRODUCTS if multiplies_bfloat16(self._wanted[self._out].device) else {}
             instead = {FAKE_QUANTIZE: quantized, **products}
             steps = {node.name: instead[node.op] for node in program.nodes if node.op in instead}
-        return self._blocks.values(given, [self._out], program, steps)[self._out]
+        return self._values.compute(given, [self._out], program, steps=steps)[self._out]
 
     def _runner(self, assigned: Assigned) -> Callable[[Tensor], Tensor]:
         """Return a function that maps image indices to the block's output, quantized like this."""
         program = self._rewritten(assigned)
-        return lambda numbers: self._run(program, picked(self._blocks, self._given, numbers))
+        return lambda numbers: self._run(program, picked(self._values, self._given, numbers))
 
 
 def _exponent(done: float) -> float:

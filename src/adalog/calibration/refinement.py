@@ -25,4 +25,4 @@ class Refinement(ABC):
     def refined(
         self, program: Program, images: Sequence[Tensor], assigned: Assigned, squares: Gradients, seed: int, memory: int
     ) -> Assigned:
-        """Return the assignments after the stage; an unchanged one stays the same object. memory: as in `Blocks`."""
+        """Return the assignments after the stage; an unchanged one stays the same object. memory: as in `Values`."""

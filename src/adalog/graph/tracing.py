@@ -51,18 +51,6 @@ def size_in_bytes(value: Any) -> int:
     return sum(map(size_in_bytes, value)) if isinstance(value, (tuple, list)) else 0
 
 
-def peak_bytes(program: Program, shapes: Mapping[str, Any]) -> int:
-    """Return the most bytes that the values of one forward take at a time. shapes: the result of `trace`."""
-    live: dict[str, int] = {}
-    most = 0
-    for node, dead in zip(program.nodes, program._last_uses(), strict=True):
-        live[node.name] = size_in_bytes(shapes[node.name])
-        most = max(most, sum(live.values()))
-        for name in dead:
-            live.pop(name, None)
-    return most
-
-
 def at_twice_the_size(
     program: Program, inputs: Sequence[Tensor], images: int, names: Collection[str]
 ) -> Mapping[str, Any]:

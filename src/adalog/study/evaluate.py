@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from adalog.calibration.schedule import SERIAL, Resources
 from adalog.device import full_float32_on, images_at_once
 from adalog.errors import DataError
-from adalog.graph.tracing import peak_bytes, trace
+from adalog.graph.stretches import peak_bytes
+from adalog.graph.tracing import trace
 from adalog.inputs.images import ImageSet, Preprocessing
 from adalog.quantized import QuantizedProgram
 from adalog.ranks import JSON, Coded

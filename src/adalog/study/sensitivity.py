@@ -16,18 +16,18 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from adalog.calibration.batches import Batches
 from adalog.calibration.calibration import Calibration, digest
 from adalog.calibration.operands import OperandKind, operand_kinds, together
 from adalog.calibration.partial import Lines, raw_bytes
 from adalog.calibration.schedule import SERIAL, Resources
+from adalog.calibration.values import Values
 from adalog.config import Config
 from adalog.errors import DataError
 from adalog.graph.operations import PRODUCTS
 from adalog.graph.program import Program, refs_of
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
 from adalog.graph.sites import find_source
-from adalog.graph.tracing import size_in_bytes, trace
+from adalog.graph.tracing import size_in_bytes
 from adalog.inputs.refusals import refusal
 from adalog.quantizers import FLOAT_BITS, Assignment, QuantizedTensor, UniformQuantizer, bounds_to_uniform
 from adalog.ranks import Coded
@@ -403,11 +403,10 @@ class _Judge:
 
     def __init__(self, program: Program, judged: Sequence[Tensor], measure: Measure | None, memory: int):
         self.program, self._memory = program, memory
-        self._batches = Batches(program, judged)
-        self.count = self._batches.count
-        self._shapes = trace(program, judged)
+        self._values = Values(program, judged)
+        self.count, self._shapes = self._values.count, self._values.shapes
         self.measure = measure or measure_of(program, self._shapes)
-        self._outputs = [name for name in dict.fromkeys(refs_of(program.output)) if _is_float(self._shapes.get(name))]
+        self._outputs = list(filter(self._values.is_float, dict.fromkeys(refs_of(program.output))))
         if not self._outputs:
             raise DataError("the model has no float output to measure a loss of: give a model that returns logits")
         shapes = [tuple(self._shapes[name].shape) for name in self._outputs]
@@ -453,16 +452,16 @@ class _Judge:
         if not waiting:
             return
         names = {*held, *self._outputs}
-        batches = self._batches.split(self._batches.images, _BATCH)
-        known = [each | self._batches.run(each, names) for each in batches]
+        batches = self._values.split(self._values.images, _BATCH)
+        known = [each | self._values.compute(each, names) for each in batches]
 
         @torch.no_grad()  # the setting holds for one thread
         def loss(key: str) -> float:
             program, starts = waiting[key]
-            wanted = (*self._batches.images, *starts)
+            wanted = (*self._values.images, *starts)
             error, power = [0.0] * len(self._outputs), [0.0] * len(self._outputs)
             for values in known:
-                made = self._batches.run({name: values[name] for name in wanted}, self._outputs, program)
+                made = self._values.compute({name: values[name] for name in wanted}, self._outputs, program)
                 for index, name in enumerate(self._outputs):
                     more = loss_terms(self.measure, values[name], made[name])
                     error[index] += more[0]
@@ -473,10 +472,6 @@ class _Judge:
             return found
 
         resources.ranks.shared(list(waiting), loss, threads=resources.jobs, finished=finished)
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def read(path: Path) -> Sensitivity:

@@ -1,5 +1,6 @@
-"""Blocks by themselves: the same values as in the model, within the memory, resumable, and with gradients."""
+"""The values of a program: as in one forward, within three limits of memory, block by block, and with gradients."""
 
+import collections
 import itertools
 from dataclasses import replace
 
@@ -10,15 +11,16 @@ from torch import nn
 import zoo
 from adalog import Calibration, Config
 from adalog.baselines import BlockRefinement, Evolution, ScaleSearch, blockwise, evolution
-from adalog.calibration.batches import Batches, cut
-from adalog.calibration.blocks import Blocks
+from adalog.calibration.observe import Observed
+from adalog.calibration.values import Values, held_bytes
 from adalog.graph.capture import capture
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, Program, Ref
 from adalog.graph.sites import find_blocks
+from adalog.graph.stretches import cut
 from adalog.graph.tracing import sizes, trace
 from adalog.quantizers import UniformQuantizer
-from test_observe import Held, at_once
+from test_observe import Held, at_once, needs_of, size_of
 from toys import Toy
 
 IMAGES = torch.randn(33, 3, 32, 32, generator=torch.Generator().manual_seed(5))
@@ -42,12 +44,13 @@ def test_a_block_by_itself_is_that_part_of_the_model(name):
     _, program = zoo.captured(name)
     found = find_blocks(program)
     assert len(found) > 2
-    blocks = Blocks(program, [zoo.IMAGES], found)
+    values = Values(program, [zoo.IMAGES], blocks=found)
     seen = at_once(program, [zoo.IMAGES])
     fixed = sizes(trace(program, [zoo.IMAGES]))
     with torch.no_grad():
-        for number, block in enumerate(found):
-            given, alone = blocks.inputs(number), blocks.cut(number)
+        for block in found:
+            given = values.images | values.of([block.value_in])
+            alone = cut(program, given, Ref(block.value_out), fixed)
             assert torch.equal(alone.run(list(given.values())), seen[block.value_out])
             outside = {node.name for node in alone.nodes} - set(block.nodes)
             assert len(outside) < 40
@@ -66,25 +69,54 @@ def test_inputs_within_a_memory_are_those_of_all_images_at_once(name, share):
     """In any order, and whether the input of a block is held or not."""
     _, program = zoo.captured(name)
     expected, found = at_once(program, [IMAGES]), find_blocks(program)
-    blocks = Blocks(program, [IMAGES], found, int(size_of_all(program) * share))
-    assert blocks.batch < len(IMAGES) or share > 1
+    values = Values(program, [IMAGES], int(size_of_all(program) * share), found)
+    assert values.batch < len(IMAGES) or share > 1
     numbers = range(len(found))
     for number in itertools.chain(numbers, reversed(numbers)):
-        value = found[number].value_in
-        close(blocks.inputs(number)[value], expected[value])
-        batches = list(blocks.batches(number))
-        assert (len(batches) > 1) is (blocks.batch < len(IMAGES))
+        value, out = found[number].value_in, found[number].value_out
+        close(values.of([value])[value], expected[value])
+        batches = list(values.batches([out], value))
+        assert (len(batches) > 1) is (values.batch < len(IMAGES))
         count = 0
         for batch in batches:
-            assert batch.keys() == {*program.inputs, value}
+            assert batch.keys() == {*program.inputs, value, out}
             images = batch[program.inputs[0]]
             assert torch.equal(images, IMAGES[count : count + len(images)])
-            alone = blocks.cut(number, count=len(images))
-            out = expected[found[number].value_out]
-            each = len(out) // len(IMAGES)
-            close(alone.run(list(batch.values())), out[count * each : (count + len(images)) * each])
+            each = len(expected[out]) // len(IMAGES)
+            close(batch[out], expected[out][count * each : (count + len(images)) * each])
             count += len(images)
         assert count == len(IMAGES)
+
+
+@pytest.mark.parametrize(("of_starts", "of_operands"), [(4, 1.1), (0.7, 0.4), (0.3, 0.1)])
+def test_values_at_three_limits_of_memory(of_starts, of_operands):
+    """All are held, or those of one block or stage at a time, or only a part of them: the values stay."""
+    _, program = zoo.captured("demo")
+    images = torch.cat([IMAGES] * 3)
+    expected, found = at_once(program, [images]), find_blocks(program)
+    memory = 3 * int(size_of_all(program) * of_starts)
+    sizes_of_starts = [4 * expected[block.value_in].numel() for block in found[1:]]
+    assert (max(sizes_of_starts) <= held_bytes(memory)) is (of_starts > 0.5)
+    values = Values(program, [images], memory, found)
+    with Held(images, *program.tensors.values()) as held:
+        for block in found:
+            collections.deque(values.batches([block.value_out], block.value_in), maxlen=0)
+    assert held.peak <= memory
+    for block in found:
+        outputs = [batch[block.value_out] for batch in values.batches([block.value_out], block.value_in)]
+        close(torch.cat(outputs), expected[block.value_out])
+        close(values.of([block.value_in])[block.value_in], expected[block.value_in])
+    requests = needs_of(program)
+    memory = int(size_of(program, [images]) * of_operands)
+    observed = Observed(program, [images], requests, memory)
+    with Held(images, *program.tensors.values()) as held:
+        strides = [observed.stride(request.names) for request in requests if observed.seen(request.names)]
+    assert held.peak <= memory or of_operands > 1
+    assert (max(strides) > 1) is (of_operands < 0.2)
+    for request, stride in zip(requests, strides, strict=True):
+        for name, kept in observed.seen(request.names).items():
+            whole = expected[name].flatten(0, -2) if request.by_row and stride > 1 else expected[name]
+            close(kept, whole[::stride])
 
 
 @pytest.mark.parametrize(("name", "share"), [("demo", 0.7), pytest.param("timm_swin", 0.9, marks=pytest.mark.slow)])
@@ -93,7 +125,7 @@ def test_blocks_in_order_cost_one_forward_and_no_more_memory_than_given(name, sh
     images = torch.cat([IMAGES] * 3)
     found = find_blocks(program)
     memory = 3 * int(size_of_all(program) * share)
-    blocks = Blocks(program, [images], found, memory)
+    values = Values(program, [images], memory, found)
     run, apply = [], Program.apply
 
     def counting(self, node, args, kwargs):
@@ -104,10 +136,10 @@ def test_blocks_in_order_cost_one_forward_and_no_more_memory_than_given(name, sh
 
     monkeypatch.setattr(Program, "apply", counting)
     with Held(images, *program.tensors.values()) as held:
-        for number in range(len(found)):
-            blocks.inputs(number)
+        for block in found:
+            values.of([block.value_in])
     assert held.peak <= memory
-    batches = -(-len(images) // blocks.batch)
+    batches = -(-len(images) // values.batch)
     last = program.nodes[[node.name for node in program.nodes].index(found[-1].value_in)].name
     assert run.count(last) <= batches + 3  # it is tried on two images first
 
@@ -120,21 +152,23 @@ def test_the_first_images_are_held_where_not_all_fit(name, monkeypatch):
     found, expected = find_blocks(program), at_once(program, [images])
     bytes_of = {block.value_in: 3 * size_of_all(program, [block]) for block in found[1:]}
     limit = 0.3 * max(bytes_of.values())
-    blocks = Blocks(program, [images], found, int(limit * 8 / 3))
-    run, apply = [], Batches.run
+    values = Values(program, [images], int(limit * 8 / 3), found)
+    run, compute = [], Values.compute
 
     def counting(self, given, names, *rest):
         run.extend((self.count_of(given), name) for name in names)
-        return apply(self, given, names, *rest)
+        return compute(self, given, names, *rest)
 
-    for number, block in enumerate(found):
+    for block in found:
         with monkeypatch.context() as patch, Held(images, *program.tensors.values()) as held:
-            patch.setattr(Batches, "run", counting)
+            patch.setattr(Values, "compute", counting)
             for _ in range(3):
-                seen = next(iter(blocks.batches(number)))[block.value_in]
-        assert held.peak <= limit * 8 / 3, number
+                seen = next(iter(values.batches((), block.value_in)))[block.value_in]
+        assert held.peak <= limit * 8 / 3, block.value_in
         close(seen, expected[block.value_in][: len(seen)])
-        close(torch.cat([each[block.value_in] for each in blocks.batches(number)]), expected[block.value_in])
+        close(
+            torch.cat([each[block.value_in] for each in values.batches((), block.value_in)]), expected[block.value_in]
+        )
     for value_in, size in bytes_of.items():
         made = sum(count for count, value in run if value == value_in)
         assert made <= min(1, limit / size) * len(images) + 4, value_in  # it is tried on two images, together and alone
@@ -159,17 +193,18 @@ def test_a_program_may_change_block_by_block(share):
     inside = next(node.name for node in program.nodes if node.name in found[1].nodes and "linear" in node.op)
     changed = quantized_after(program, inside, UniformQuantizer(torch.tensor(0.3), torch.tensor(4.0), 3))
     before, after = at_once(program, [IMAGES]), at_once(changed, [IMAGES])
-    blocks = Blocks(program, [IMAGES], found, memory)
-    kept = [blocks.inputs(number)[found[number].value_in] for number in (1, 2)]
-    close(kept[1], before[found[2].value_in])
-    blocks.inputs(1)
-    blocks.change(1, changed)
-    close(blocks.inputs(1)[found[1].value_in], before[found[1].value_in])
-    next_input = blocks.inputs(2)[found[2].value_in]
-    close(next_input, after[found[2].value_in])
-    assert not torch.allclose(next_input, before[found[2].value_in])
-    from_images = Blocks(changed, [IMAGES], found, memory)
-    close(from_images.inputs(2)[found[2].value_in], next_input)
+    values = Values(program, [IMAGES], memory, found)
+    first, second = (block.value_in for block in found[1:3])
+    values.of([first])
+    close(values.of([second])[second], before[second])
+    values.of([first])
+    values.change(changed, first)
+    close(values.of([first])[first], before[first])
+    next_input = values.of([second])[second]
+    close(next_input, after[second])
+    assert not torch.allclose(next_input, before[second])
+    from_images = Values(changed, [IMAGES], memory, found)
+    close(from_images.of([second])[second], next_input)
 
 
 def test_images_that_mix_go_at_once():
@@ -184,10 +219,10 @@ def test_images_that_mix_go_at_once():
     program = capture(Toy(mixing, **layers).eval(), IMAGES)
     expected, found = at_once(program, [IMAGES]), find_blocks(program)
     assert len(found) > 1
-    blocks = Blocks(program, [IMAGES], found, size_of_all(program) // 2)
-    assert blocks.batch < len(IMAGES)
-    for number, block in enumerate(found):
-        assert torch.equal(blocks.inputs(number)[block.value_in], expected[block.value_in])
+    values = Values(program, [IMAGES], size_of_all(program) // 2, found)
+    assert values.batch < len(IMAGES)
+    for block in found:
+        assert torch.equal(values.of([block.value_in])[block.value_in], expected[block.value_in])
 
 
 @pytest.mark.slow
@@ -195,15 +230,15 @@ def test_gradients_go_through_a_block():
     """Those of its weights and its input are what they are in the whole model."""
     _, program = zoo.captured("timm_vit")
     found = find_blocks(program)
-    blocks = Blocks(program, [IMAGES], found, size_of_all(program) // 2)
+    values = Values(program, [IMAGES], size_of_all(program) // 2, found)
     inside = [name for node in program.nodes if node.name in found[2].nodes for name in node.refs()]
     weight = next(name for name in inside if name.endswith(".weight"))
     leaf = program.tensors[weight].clone().requires_grad_()
-    (batch, *_) = blocks.batches(2)
+    (batch, *_) = values.batches((), found[2].value_in)
     given = {name: value.clone().requires_grad_() for name, value in batch.items()}
     count = len(given[program.inputs[0]])
     learning = replace(program, tensors={**program.tensors, weight: leaf})
-    out = blocks.cut(2, learning, count).run(list(given.values()))
+    out = values.compute(given, [found[2].value_out], learning)[found[2].value_out]
     assert out.requires_grad
     value = found[2].value_in
     found_gradients = torch.autograd.grad(out.square().sum(), [leaf, given[value]])
@@ -250,13 +285,13 @@ def test_refinement_within_a_memory_finds_scales_as_good(preset, choices):
 def test_stages_keep_to_the_memory(tiniest, images, monkeypatch, stage):
     found = []
 
-    class Watched(Blocks):
-        def __init__(self, program, given, blocks, memory=None, **others):
+    class Watched(Values):
+        def __init__(self, program, given, memory, blocks):
             found.append(memory)
-            super().__init__(program, given, blocks, memory, **others)
+            super().__init__(program, given, memory, blocks)
 
     for module in (blockwise, evolution):
-        monkeypatch.setattr(module, "Blocks", Watched)
+        monkeypatch.setattr(module, "Values", Watched)
     config = replace(Config.preset("w4a4", "minmax"), images=4, stages=(stage,))
     Calibration(tiniest, images[:4], memory=1 << 26).quantize(config)
     assert set(found) == {1 << 25}

@@ -1,0 +1,77 @@
+"""Cut stretches out of a program, and tell which values a stretch passes on to the next."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from adalog.graph.program import Node, Program, Ref, map_refs, refs_of
+from adalog.graph.tracing import size_in_bytes
+
+# The size of a list of tensors, which cannot be passed on: more bytes than any memory has.
+NEVER = 1 << 62
+
+
+def cut(program: Program, known: Iterable[str], output: Any, fixed: Mapping[str, int]) -> Program:
+    """Return the stretch of a program that computes an output from known values.
+
+    The result takes the program's inputs first, then the known values. It computes values that depend on stored tensors
+    alone, such as position tables, by itself. fixed: the sizes, by name, for the number of images that the result runs
+    on.
+    """
+    known = [name for name in known if name not in program.inputs]
+    needed, nodes = set(refs_of(output)), []
+    for node in reversed(program.nodes):
+        if node.name in needed and node.name not in known:
+            nodes.append(fitted := _with_numbers(node, fixed))
+            needed.update(fitted.refs())
+    tensors = {name: value for name, value in program.tensors.items() if name in needed}
+    return replace(program, inputs=(*program.inputs, *known), nodes=tuple(nodes[::-1]), output=output, tensors=tensors)
+
+
+def _with_numbers(node: Node, fixed: Mapping[str, int]) -> Node:
+    """Return the node with the references to these names replaced by their numbers."""
+    if fixed.keys().isdisjoint(node.refs()):
+        return node
+
+    def fix(ref: Ref) -> Any:
+        return fixed.get(ref.name, ref)
+
+    return replace(
+        node, args=map_refs(node.args, fix), kwargs={key: map_refs(arg, fix) for key, arg in node.kwargs.items()}
+    )
+
+
+def lifetimes(program: Program) -> dict[str, range]:
+    """Return when each computed value is live: it exists, and a later operation reads it, or it is an output.
+
+    A time is the number of operations that have run.
+    """
+    count = len(program.nodes)
+    lasts = {name: index for index, node in enumerate(program.nodes) for name in node.refs()}
+    lasts |= dict.fromkeys(refs_of(program.output), count)
+    return {node.name: range(index + 1, lasts.get(node.name, index) + 1) for index, node in enumerate(program.nodes)}
+
+
+def live_bytes(lives: Mapping[str, range], sizes: Mapping[str, int], count: int) -> list[int]:
+    """Return the bytes of the live values at each time from 0 to `count`. lives: a result of `lifetimes`."""
+    changes = [0] * (count + 2)
+    for name, life in lives.items():
+        changes[life.start] += sizes[name]
+        changes[life.stop] -= sizes[name]
+    return list(accumulate(changes[:-1]))
+
+
+def passed_bytes(value: Any) -> int:
+    """Return the bytes that a value takes if one stretch passes it on to the next."""
+    return NEVER if isinstance(value, (tuple, list)) else size_in_bytes(value)
+
+
+def peak_bytes(program: Program, shapes: Mapping[str, Any], lives: Mapping[str, range] | None = None) -> int:
+    """Return the most bytes that the values of one forward take at a time.
+
+    shapes: the result of `trace`. lives: when the values are held; by default, as long as something reads them.
+    """
+    lives, sizes = lives or lifetimes(program), {node.name: size_in_bytes(shapes[node.name]) for node in program.nodes}
+    live = live_bytes(lives, sizes, len(program.nodes))
+    return max((before + sizes[node.name] for before, node in zip(live, program.nodes, strict=False)), default=0)
