@@ -12,7 +12,7 @@ from adalog.device import waits_for_launches
 from adalog.errors import CalibrationError
 from adalog.graph.operations import aten
 from adalog.graph.program import Node, Program, evaluate, leaves_of, refs_of
-from adalog.graph.stretches import NEVER, lifetimes, live_bytes, passed_bytes
+from adalog.graph.stretches import NEVER, live_bytes, passed_bytes
 
 # (the program's differentiable outputs for some images, the slice of these images) -> the gradient of a loss with
 # respect to each output.
@@ -189,7 +189,7 @@ def _ends(program: Program, traced: Mapping[str, Any], made: Sequence[int], memo
 
 def _lives(program: Program) -> dict[str, range]:
     """Return when each value of the images is live; a stretch computes other values again."""
-    return {name: life for name, life in lifetimes(program).items() if name in program.of_inputs}
+    return {name: life for name, life in program.lives().items() if name in program.of_inputs}
 
 
 def _squares_of_batch(

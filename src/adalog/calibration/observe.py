@@ -14,7 +14,7 @@ from torch import Tensor
 from adalog.calibration.values import Chunk, Values, batch_that_fits, held_bytes, in_own_memory, memory_to_hold
 from adalog.errors import CalibrationError
 from adalog.graph.program import Node, Program
-from adalog.graph.stretches import NEVER, lifetimes, live_bytes, passed_bytes, peak_bytes
+from adalog.graph.stretches import NEVER, live_bytes, passed_bytes, peak_bytes
 from adalog.graph.tracing import size_in_bytes
 from adalog.search.quantiles import coprime
 
@@ -79,7 +79,7 @@ class Observed:
         self._home = _homes(program)
         # When each value is held: until the last node that reads it, and until the cut before the last stage that
         # holds it.
-        self._lives = lifetimes(replace(program, output=()))
+        self._lives = replace(program, output=()).lives()
         together: dict[frozenset[str], Request] = {}
         for request in requests:
             names = request.names.difference(program.tensors)

@@ -122,6 +122,23 @@ class Program:
                 found.add(node.name)
         return found
 
+    def lives(self) -> dict[str, range]:
+        """Return when each computed value is live: it exists, and a later operation reads it, or it is an output.
+
+        A time is the number of operations that have run.
+        """
+        lasts = {name: index for index, node in enumerate(self.nodes) for name in node.refs()}
+        lasts |= dict.fromkeys(refs_of(self.output), len(self.nodes))
+        return {node.name: range(index + 1, lasts.get(node.name, index) + 1) for index, node in enumerate(self.nodes)}
+
+    def _last_uses(self) -> list[list[str]]:
+        """Return, for each node, the names of the computed values that no later node reads."""
+        dead: list[list[str]] = [[] for _ in self.nodes]
+        for name, life in self.lives().items():
+            if life.stop <= len(dead):
+                dead[life.stop - 1].append(name)
+        return dead
+
     def run(
         self,
         inputs: Sequence[Tensor],
@@ -223,16 +240,6 @@ class Program:
         """Evaluate the program on the meta device: all values have shapes and dtypes, but no data."""
         tensors = {name: value.to("meta") for name, value in self.tensors.items()}
         return replace(self, tensors=tensors).run(inputs, watch)
-
-    def _last_uses(self) -> list[list[str]]:
-        """Return, for each node, the names of the values that no later node reads."""
-        kept = {*self.tensors, *self.inputs, *refs_of(self.output)}
-        dead: list[list[str]] = []
-        for node in reversed(self.nodes):
-            names = [name for name in dict.fromkeys([node.name, *node.refs()]) if name not in kept]
-            kept.update(names)
-            dead.append(names)
-        return dead[::-1]
 
     def consumers(self) -> dict[str, list[Node]]:
         """Return the nodes that read each value, by the value's name."""

@@ -42,19 +42,8 @@ def _with_numbers(node: Node, fixed: Mapping[str, int]) -> Node:
     )
 
 
-def lifetimes(program: Program) -> dict[str, range]:
-    """Return when each computed value is live: it exists, and a later operation reads it, or it is an output.
-
-    A time is the number of operations that have run.
-    """
-    count = len(program.nodes)
-    lasts = {name: index for index, node in enumerate(program.nodes) for name in node.refs()}
-    lasts |= dict.fromkeys(refs_of(program.output), count)
-    return {node.name: range(index + 1, lasts.get(node.name, index) + 1) for index, node in enumerate(program.nodes)}
-
-
 def live_bytes(lives: Mapping[str, range], sizes: Mapping[str, int], count: int) -> list[int]:
-    """Return the bytes of the live values at each time from 0 to `count`. lives: a result of `lifetimes`."""
+    """Return the bytes of the live values at each time from 0 to `count`. lives: as `Program.lives`."""
     changes = [0] * (count + 2)
     for name, life in lives.items():
         changes[life.start] += sizes[name]
@@ -72,6 +61,6 @@ def peak_bytes(program: Program, shapes: Mapping[str, Any], lives: Mapping[str, 
 
     shapes: the result of `trace`. lives: when the values are held; by default, as long as something reads them.
     """
-    lives, sizes = lives or lifetimes(program), {node.name: size_in_bytes(shapes[node.name]) for node in program.nodes}
-    live = live_bytes(lives, sizes, len(program.nodes))
+    sizes = {node.name: size_in_bytes(shapes[node.name]) for node in program.nodes}
+    live = live_bytes(lives or program.lives(), sizes, len(program.nodes))
     return max((before + sizes[node.name] for before, node in zip(live, program.nodes, strict=False)), default=0)

@@ -437,10 +437,9 @@ class _Judge:
     def _starts(self, program: Program) -> list[str]:
         """Return the values that operations from the first changed one on read, except sizes, inputs and tensors."""
         first = next(index for index, node in enumerate(program.nodes) if id(node) not in self._original)
-        made = {*program.tensors, *program.inputs, *(node.name for node in program.nodes[first:])}
-        read = (name for node in program.nodes[first:] for name in node.refs())
-        names = dict.fromkeys((*read, *refs_of(program.output)))
-        return [name for name in names if name not in made and not isinstance(self._shapes[name], int)]
+        return [
+            name for name, life in program.lives().items() if first in life and not isinstance(self._shapes[name], int)
+        ]
 
     def _judge(
         self,
