@@ -10,10 +10,10 @@ finished rows for later runs, as long as the sources of the package stay the sam
 """
 
 from benchmarks.publish import RESULTS, publish
+from benchmarks.records import kept
 
 import contextlib
 import io
-import json
 import math
 import sys
 import time
@@ -30,10 +30,8 @@ from adalog.detection import coco, demo
 from adalog.detection.demo.scenes import scene
 from adalog.detection.detector import Detector
 from adalog.detection.quantized import fastest, quantize_detector, save
-from adalog.files import write_whole
 from adalog.inputs.images import draw_indices
 from adalog.study.doctor import machine
-from adalog.version import source_hash
 
 METHODS = "adalog,repq-vit,ptq4vit,fq-vit,uniform,minmax,percentile"
 IMAGES, RESAMPLED = 32, 300
@@ -89,14 +87,8 @@ def main(
     torch.set_num_threads(1)
     judge, detector = Judge(), demo.load_detector()
 
-    def kept(name: str, make: Any) -> Any:
-        path = None if work is None else work / f"{name}-{source_hash()[:12]}.json"
-        if path is not None and path.exists():
-            return json.loads(path.read_text())
-        value = make()
-        if path is not None:
-            write_whole(path, json.dumps(value).encode())
-        return value
+    def finished(name: str, make: Any) -> Any:
+        return kept(None if work is None else work / f"{name}.json", {}, make)
 
     def row(runs: Detector) -> dict[str, Any]:
         begun, results = time.process_time(), judge.results(runs)
@@ -105,7 +97,7 @@ def main(
         figures = {name: value for name, value in figures.items() if not math.isnan(value)}
         return {**figures, "judging_seconds": seconds, "resampled": judge.resampled(results)}
 
-    whole = kept("fp32", lambda: row(detector))
+    whole = finished("fp32", lambda: row(detector))
     rows = []
     for seed in range(seeds):
         draws = draw_indices(len(demo.CALIBRATING), IMAGES, seed).tolist()
@@ -127,7 +119,7 @@ def main(
                     print(told, made[-1]["box_ap"], made[-1]["mask_ap"], file=sys.stderr, flush=True)
                 return made
 
-            rows += kept(f"{width}-{seed}-{len(chosen)}", measured)
+            rows += finished(f"{width}-{seed}-{len(chosen)}", measured)
     for each in rows:
         (ours,) = (
             other

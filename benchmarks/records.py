@@ -1,6 +1,5 @@
 """Records of measurements as JSON: keep finished ones in files, summarize several, and compare their predictions."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import mean, stdev
@@ -10,42 +9,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adalog.errors import DataError
-from adalog.files import write_whole
+from adalog.finished import Finished
 from adalog.study.evaluate import mcnemar
 from adalog.version import source_hash
+
+_NAME = "row"  # of the only part with its key
 
 
 def kept(path: Path | None, key: dict[str, Any], make: Callable[[], Any]) -> Any:
     """Return the result of `make`, read from the file `path` if it holds one for this key, else computed and stored.
 
     The result is JSON. The source code of the package and the version of torch are part of every key, so that a result
-    is never used with other code. Raises DataError for a file that does not hold such a result.
+    is never used with other code. Raises DataError for a file that does not hold such results.
     """
     value = read_kept(path, key)
     if value is None:
         value = make()
         if path is not None:
-            write_whole(path, json.dumps({"key": _whole(key), "value": value}).encode())
+            _finished(path, key).add(_NAME, {"value": value})
     return value
 
 
-def _whole(key: dict[str, Any]) -> dict[str, Any]:
-    """Return the key together with everything else that determines a result."""
-    return {**key, "source": source_hash(), "torch": torch.__version__}
+def _finished(path: Path, key: dict[str, Any]) -> Finished:
+    whole = {**key, "source": source_hash(), "torch": torch.__version__}
+    return Finished(path, whole, "rows")
 
 
 def read_kept(path: Path | None, key: dict[str, Any]) -> Any:
     """Return the result that `kept` finds in the file; None if it has to be computed."""
-    if path is None or not path.exists():
-        return None
-    try:
-        found = json.loads(path.read_text())
-        return found["value"] if found["key"] == _whole(key) else None
-    except (ValueError, LookupError, TypeError) as cause:
-        raise DataError(
-            f"{path} does not hold a finished row ({cause}): remove it, or choose another folder"
-        ) from cause
+    return None if path is None else _finished(path, key).found.get(_NAME, {}).get("value")
 
 
 def packed(right: Tensor) -> str:

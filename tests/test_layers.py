@@ -13,7 +13,7 @@ SOURCE = ROOT / "src" / "adalog"
 OUTSIDE = ("experiments", "benchmarks")
 STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
-BASE = {"errors", "extras", "library", "device", "files", "ranks", "stored", "version"}
+BASE = {"errors", "extras", "library", "device", "files", "finished", "ranks", "stored", "version"}
 SEARCHED = {"quantizers", "graph", "choices", "search"}
 CONFIGURED = {*SEARCHED, "calibration", "config"}  # and thus without the baselines
 # Each part of the package, lowest first, and what it may import besides BASE. "adalog" is the package's own __init__.

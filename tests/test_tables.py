@@ -352,8 +352,12 @@ def test_kept_rows_are_whole_and_of_this_code(tmp_path, monkeypatch):
     with monkeypatch.context() as changed:
         changed.setattr("torch.__version__", "0.1")
         assert kept(path, {"a": 2}, lambda: [4]) == [4]
-    path.write_text(path.read_text()[:-5])
-    with pytest.raises(DataError, match="does not hold a finished row"):
+    path.write_text(path.read_text()[:-5])  # torn
+    assert kept(path, {"a": 2}, lambda: [5]) == [2]
+    assert kept(path, {"a": 3}, lambda: [6]) == kept(path, {"a": 3}, lambda: [7]) == [6]
+    assert kept(path, {"a": 1}, lambda: [8]) == [1]
+    path.write_text('{"my": "only copy"}')
+    with pytest.raises(DataError, match="not a file of finished rows"):
         kept(path, {"a": 2}, lambda: [2])
 
 
@@ -385,7 +389,7 @@ def test_a_row_of_one_seed_is_no_row_of_another(bench, two_tables, tmp_path, mon
         assert measured == [1] * 2 * count
         row = next(row for row in result["rows"] if row["names"] == ["percentile"])
         assert row["top1"]["values"] == [1 / 8, 2 / 8]
-    keys = [json.loads(path.read_text())["key"] for path in tmp_path.iterdir()]
+    keys = [json.loads(path.read_text().splitlines()[0])["rows"] for path in tmp_path.iterdir()]
     assert sorted(key["seed"] for key in keys if "seed" in key) == [0, 0, 0, 1, 1]
 
 

@@ -1,20 +1,16 @@
-"""Store finished searches and stages in a file, one per line, so that an interrupted calibration can resume."""
+"""Write the assignments of finished searches and stages as JSON, so that an interrupted calibration can resume."""
 
 import hashlib
-import json
 import math
-import os
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adalog.errors import ArtifactError, DataError
-from adalog.files import write_error
+from adalog.finished import Finished
 from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer
 from adalog.quantizers.codec import check_shape, checked_weight, decode_quantizer, encode_quantizer, pack, unpack
 
@@ -37,92 +33,16 @@ def raw_bytes(value: Tensor) -> memoryview:
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-class Lines:
-    """The finished parts of a long run in files: named JSON objects, one per line.
-
-    Each rank of a job appends to its own file: rank 0 to `path`, the others to files with the suffix .rank1 and so on.
-    All of these files are read, whichever job wrote them. Their first line must hold `fingerprint`; a file with another
-    one is left unchanged. A last line that was cut off is ignored. kind: the name of the lines, such as "searches".
-    Raises DataError for a file with another fingerprint or other content, and for a damaged file.
-    """
-
-    def __init__(self, path: Path, fingerprint: str, kind: str, rank: int = 0):
-        self.path = path if rank == 0 else path.with_name(f"{path.name}.rank{rank}")
-        self._header = {kind: fingerprint}
-        self.found: dict[str, dict[str, Any]] = {}
-        for other in _files_of_ranks(path):
-            self._read(other, kind)
-        if not self.path.exists() or not self.path.stat().st_size:
-            self._append(self._header)
-
-    def _read(self, path: Path, kind: str) -> None:
-        try:
-            content = path.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1]
-            lines = [json.loads(line) for line in whole.splitlines()]
-        except (OSError, ValueError, RecursionError) as cause:
-            raise DataError(
-                f"{path} is not a file of finished {kind} ({cause}): remove it, or choose another path"
-            ) from cause
-        cut_in_header = json.dumps(self._header).encode().startswith(content)
-        if lines[:1] != [self._header] and not cut_in_header:
-            raise DataError(
-                f"{path} holds {kind} of another model, other images or other choices (including memory, seed, and the "
-                "versions of adalog and PyTorch): use the same ones again, or remove the file"
-            )
-        with self.refusing(path):
-            self.found |= {str(line["name"]): line for line in lines[1:]}
-        if path == self.path and len(whole) < len(content):
-            os.truncate(path, len(whole))
-
-    def add(self, name: str, content: dict[str, Any]) -> None:
-        """Append one object to the file."""
-        self._append({"name": name, **content})
-
-    @contextmanager
-    def refusing(self, path: Path | None = None) -> Iterator[None]:
-        """Turn errors raised while the context is open into a DataError that says that the file is damaged."""
-        try:
-            yield
-        except (
-            ArtifactError,
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ) as cause:
-            raise DataError(f"{path or self.path} is damaged ({type(cause).__name__}: {cause}): remove it") from cause
-
-    def _append(self, line: Any) -> None:
-        try:
-            with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as cause:
-            raise write_error(self.path, cause) from cause
-
-
-def _files_of_ranks(path: Path) -> list[Path]:
-    """Return the existing files of a run: the one at this path, and those that other ranks wrote next to it."""
-    start, others = f"{path.name}.rank", list[Path]()
-    with suppress(OSError):  # a folder that cannot be listed
-        others = sorted(path.with_name(each.name) for each in path.parent.iterdir() if each.name.startswith(start))
-    return [path] * path.exists() + [other for other in others if other.name[len(start) :].isdecimal()]
-
-
 class Partial:
-    """Finished searches and stages in files with this fingerprint; see `Lines`.
+    """Finished searches and stages in files with this fingerprint, and no other; see `Finished`.
 
     Numbers are written so that they read back exactly.
     """
 
     def __init__(self, path: Path, fingerprint: str, rank: int = 0):
-        self._lines = Lines(path, fingerprint, "searches", rank)
-        with self._lines.refusing():
-            self._found = {name: assignment_of(name, line) for name, line in self._lines.found.items()}
+        self._finished = Finished(path, fingerprint, "searches", rank).alone()
+        with self._finished.refusing():
+            self._found = {name: assignment_of(name, line) for name, line in self._finished.found.items()}
 
     def get(self, name: str, device: str | torch.device = "cpu") -> Assignment | None:
         """Return the assignment of this name, or None if it is not finished.
@@ -134,7 +54,7 @@ class Partial:
 
     def add(self, name: str, assignment: Assignment) -> None:
         """Append the assignment of this name to the file."""
-        self._lines.add(name, assignment_json(assignment))
+        self._finished.add(name, assignment_json(assignment))
 
 
 def assignment_json(assignment: Assignment) -> dict[str, Any]:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from adalog.calibration.calibration import Calibration
-from adalog.calibration.partial import Lines, fingerprint
+from adalog.calibration.partial import fingerprint
 from adalog.calibration.schedule import SERIAL, Resources
 from adalog.config import Config
 from adalog.errors import DataError
+from adalog.finished import Finished
 from adalog.graph.program import Program, refs_of
 from adalog.model import QuantizedModel, quickest
 from adalog.ranks import Coded
@@ -108,7 +109,8 @@ def curve(
     if partial is not None:
         made_of = fingerprint((found.to_json(), count), [("judged", judged), ("expected", judge.expected)])
         labels = "" if labelled is None else _told(*labelled)
-        lines = Lines(partial, f"{calibration.fingerprint(config)} {made_of} {labels}", "points", ranks.rank)
+        named = f"{calibration.fingerprint(config)} {made_of} {labels}"
+        lines = Finished(partial, named, "points", ranks.rank).alone()
     points: dict[str, Point | None] = {}
     if lines is not None:
         with lines.refusing():

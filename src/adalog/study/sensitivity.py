@@ -18,11 +18,12 @@ from torch import Tensor
 
 from adalog.calibration.calibration import Calibration, digest
 from adalog.calibration.operands import OperandKind, operand_kinds, together
-from adalog.calibration.partial import Lines, raw_bytes
+from adalog.calibration.partial import raw_bytes
 from adalog.calibration.schedule import SERIAL, Resources
 from adalog.calibration.values import Values
 from adalog.config import Config
 from adalog.errors import DataError
+from adalog.finished import Finished
 from adalog.graph.operations import PRODUCTS
 from adalog.graph.program import Program, refs_of
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
@@ -223,7 +224,7 @@ def sensitivity(
     groups, units = _groups(calibration.groups, config), units_of(calibration, config, judged)
     partial, ranks = resources.partial, resources.ranks
     named = "" if partial is None else _fingerprint(calibration, config, judge, judged)
-    lines = None if partial is None else Lines(partial, named, "rows", ranks.rank)
+    lines = None if partial is None else Finished(partial, named, "rows", ranks.rank).alone()
     rows = {} if lines is None else {name: _row_of(lines, name, units) for name in lines.found}
     operands = [(name, kind) for name, unit in units.items() for kind in unit.operands]
     rows = ranks.agreed([_key(*operand, width) for operand in operands for width in widths], rows, _ROWS)
@@ -382,7 +383,7 @@ def _row(told: Mapping[str, Any]) -> Row:
     return Row(told["unit"], told["operand"], told["bits"], float(told["loss"]), tuple(told["widths"]))
 
 
-def _row_of(lines: Lines, name: str, units: Mapping[str, Unit]) -> Row:
+def _row_of(lines: Finished, name: str, units: Mapping[str, Unit]) -> Row:
     with lines.refusing():
         told = lines.found[name]
         row = _row(told)
