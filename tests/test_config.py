@@ -8,6 +8,7 @@ import re
 import pytest
 
 from adalog.baselines import BlockRefinement, Evolution, RangeSearch, ReleasedSearch, ScaleSearch
+from adalog.choices import Reconstruction
 from adalog.config import Config
 from adalog.methods import METHODS
 from adalog.search.bounds import Search
@@ -17,6 +18,8 @@ BITS_FIELDS = ["weight_bits", "activation_bits", "softmax_bits", "input_bits"]
 
 # What follows softmax and GELU.
 RIVALS = {
+    "uniform-tensor": ("uniform", "uniform"),
+    "symmetric": ("uniform", "uniform"),
     "minmax": ("uniform", "uniform"),
     "percentile": ("uniform", "uniform"),
     "easyquant": ("uniform", "uniform"),
@@ -387,6 +390,23 @@ def test_weights_are_a_choice_of_search_alone():
         Config(weights="symmetric", post_softmax="log2", post_gelu="uniform", search=RangeSearch())
     with pytest.raises(ValueError, match="weights = 'ternary' is not one of uniform, symmetric"):
         Config(weights="ternary")
+
+
+def test_symmetric_activations_need_a_search_and_stages_that_keep_zero_points():
+    config = Config.preset("w8a8", "symmetric")
+    assert Config.from_json(config.to_json()) == config
+    with pytest.raises(ValueError, match=re.escape("activations = 'symmetric' needs search = Search(...)")):
+        Config(activations="symmetric", post_softmax="log2", post_gelu="uniform", search=RangeSearch())
+    with pytest.raises(ValueError, match=re.escape("needs Reconstruction(scales=False)")):
+        Config(activations="symmetric", stages=(Reconstruction(),))
+    assert Config(activations="symmetric", stages=(Reconstruction(scales=False),)).activations == "symmetric"
+
+
+def test_fields_that_were_added_later_are_stored_only_if_they_differ_from_their_defaults():
+    assert json.loads(Config().to_json()).keys().isdisjoint({"activations", "per_group"})
+    stored = json.loads(Config(activations="symmetric", per_group=False).to_json())
+    assert stored["activations"] == "symmetric"
+    assert stored["per_group"] is False
 
 
 def test_ranges_can_be_evolved_with_any_search():

@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -34,11 +34,12 @@ from adalog.search.operand import Format
 
 PowerLaw = Literal["uniform", "twin", "log2", "log-sqrt2", "adalog"]
 PostSoftmax = Literal[PowerLaw, "split", "max-kept"]
-Weights = Literal["uniform", "symmetric"]
+Range = Literal["uniform", "symmetric"]  # of a uniform quantizer
 Stage = Refinement | Correction | Reconstruction
 
 # What names in files and in `Config` stand for: the kinds of searches and stages, and the losses of a reconstruction.
 SEARCHES = (Search, ReleasedSearch, RangeSearch, ScaleSearch)
+_LATER = {"activations": "uniform", "per_group": True}  # fields that older artifacts lack, with their defaults
 STAGES = (BlockRefinement, Evolution, Correction, Reconstruction)
 LOSSES = {**BLOCK_LOSSES, **FISHER_LOSSES}
 
@@ -61,6 +62,9 @@ class Config:
         weights: Quantizer of weights: "uniform" (asymmetric, Sec. 3.1), or "symmetric" (half of the codes as zero
             point, which some inference engines require). "symmetric" is only for `Search`; the searches of other
             methods have fields of their own.
+        activations: Uniform quantizer of activations and images: "uniform" (asymmetric, Sec. 3.1), or "symmetric". The
+            same restrictions hold as for `weights`. A `Reconstruction` then needs `scales` = False, because it trains
+            zero points.
         r: Denominator of the logarithm's base: log2(base) = q / r. Default from Sec. 4.1.
         q_min: Smallest numerator q that is searched. Chosen by measurement: docs/benchmarks. The released code starts
             at 10, but small values of q are best at 6 bits.
@@ -75,6 +79,7 @@ class Config:
         tables: Width of the integers that represent logarithmic levels: "calibrated" chooses a width per site, "u8" and
             "u16" are fixed. With "float", or with `beyond` = "zero", the model does not run in integers.
         per_head: Give Q, K and V a scale per head (the released code) instead of one per tensor (Sec. 4.1).
+        per_group: Give the input of a grouped convolution a uniform scale per group, instead of one per tensor.
         fold_rows: Fold a norm only if its linears read at least this many rows in calibration. A head that reads one
             token per image has only as many rows as images. Chosen by measurement: docs/benchmarks.
         fold_head: Allow folding of the norm before the head. The released code does not fold it.
@@ -102,7 +107,8 @@ class Config:
     input_bits: int = 8
     post_softmax: PostSoftmax = "adalog"
     post_gelu: PowerLaw = "adalog"
-    weights: Weights = "uniform"
+    weights: Range = "uniform"
+    activations: Range = "uniform"
     r: int = 37
     q_min: int = 1
     q_max: int = 137
@@ -111,6 +117,7 @@ class Config:
     rounding: Rounding = "nearest"
     tables: Tables = "calibrated"
     per_head: bool = True
+    per_group: bool = True
     fold_rows: int = 128
     fold_head: bool = True
     images: int = 32
@@ -125,7 +132,7 @@ class Config:
         if not isinstance(self.search, AnySearch):
             raise ValueError(f"search = {self.search!r} is not a search: give one such as Search() or ScaleSearch()")
         choices = (PostSoftmax, "post_softmax"), (PowerLaw, "post_gelu"), (Beyond, "beyond"), (Rounding, "rounding")
-        for allowed, name in (*choices, (Tables, "tables"), (Weights, "weights")):
+        for allowed, name in (*choices, (Tables, "tables"), (Range, "weights"), (Range, "activations")):
             check_choice(name, getattr(self, name), allowed)
         if self.post_softmax == "twin":
             raise ValueError("post_softmax = 'twin' is not possible: a twin quantizer is for values of both signs")
@@ -135,17 +142,26 @@ class Config:
             raise ValueError(
                 f"{type(self.search).__name__} cannot search the base of 'adalog' quantizers: choose others"
             )
-        if self.weights != "uniform" and not isinstance(self.search, Search):
-            raise ValueError(f"weights = {self.weights!r} needs search = Search(...)")
         for name in ("r", "q_min", "q_max", "fold_rows", "images"):
             check_whole(name, getattr(self, name), 1)
         if self.q_min > self.q_max:
             raise ValueError(f"q_min = {self.q_min} is above q_max = {self.q_max}")
-        for name in ("per_head", "fold_head"):
+        for name in ("per_head", "per_group", "fold_head"):
             check_flag(name, getattr(self, name))
         _check_stages(self.stages)
+        self._check_symmetric()
         if self.offset is not None and not (isinstance(self.offset, (int, float)) and 0 < self.offset < math.inf):
             raise ValueError(f"offset = {self.offset} is not positive and finite")
+
+    def _check_symmetric(self) -> None:
+        """Raise ValueError if the search or a stage would not keep the quantizers symmetric."""
+        for name in ("weights", "activations"):
+            if getattr(self, name) != "uniform" and not isinstance(self.search, Search):
+                raise ValueError(f"{name} = {getattr(self, name)!r} needs search = Search(...)")
+        if self.activations == "symmetric" and any(
+            isinstance(stage, Reconstruction) and stage.scales for stage in self.stages
+        ):
+            raise ValueError("activations = 'symmetric' needs Reconstruction(scales=False): it would train zero points")
 
     @staticmethod
     def preset(bits: str, method: str = "adalog") -> "Config":
@@ -252,10 +268,14 @@ class Config:
 
         Returns:
             A JSON object with every field by name. The search and each stage is an object; its `kind` names its class.
+            Fields that were added later are left out if they have their defaults, so that artifacts keep their bytes.
         """
         search = kind_to_json(self.search)
         stages = [kind_to_json(stage) for stage in self.stages]
-        return json.dumps(dataclasses.asdict(self) | {"search": search, "stages": stages}, sort_keys=True)
+        fields = dataclasses.asdict(self) | {"search": search, "stages": stages}
+        return json.dumps(
+            {key: value for key, value in fields.items() if _LATER.get(key, ...) != value}, sort_keys=True
+        )
 
     @staticmethod
     def from_json(text: str) -> "Config":
@@ -284,8 +304,16 @@ class Config:
 
 def weight_format(config: Config, *own_dims: int) -> Format:
     """Return the format of a weight that has parameters of its own along these dimensions."""
-    kinds: dict[Weights, type[Quantizer] | None] = {"uniform": None, "symmetric": UniformQuantizer}
-    return Format(config.weight_bits, own_dims, one_scale=kinds[config.weights])
+    return Format(config.weight_bits, own_dims, one_scale=_one_scale(config.weights))
+
+
+def uniform_format(bits: int, config: Config, *own_dims: int) -> Format:
+    """Return the format of an activation with a uniform quantizer, which has parameters of its own along dimensions."""
+    return Format(bits, own_dims, one_scale=_one_scale(config.activations))
+
+
+def _one_scale(kind: Range) -> type[Quantizer] | None:
+    return UniformQuantizer if kind == "symmetric" else None
 
 
 def power_law_format(kind: PostSoftmax, bits: int, config: Config, offset: float) -> Format:
@@ -295,8 +323,10 @@ def power_law_format(kind: PostSoftmax, bits: int, config: Config, offset: float
     """
     if kind in ("split", "max-kept"):
         return Format(bits, unit=kind)
-    if kind in ("uniform", "twin") or bits == FLOAT_BITS:
-        return Format(bits, one_scale=TwinUniformQuantizer if kind == "twin" else None, offset=offset)
+    if kind == "twin":
+        return Format(bits, one_scale=TwinUniformQuantizer, offset=offset)
+    if kind == "uniform" or bits == FLOAT_BITS:
+        return replace(uniform_format(bits, config), offset=offset)
     base = {"log2": (1, 1), "log-sqrt2": (1, 2), "adalog": (0, config.r)}[kind]
     return Format(
         bits,

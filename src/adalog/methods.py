@@ -7,6 +7,14 @@ from adalog.search.bounds import Search
 _ADALOG = "AdaLog (Wu et al., ECCV 2024)"
 _CORRECTED_ADALOG = f"{_ADALOG}, then corrected in closed form from its calibration images (ours)"
 _CORRECTED = {"stages": (Correction(),)}
+_PER_TENSOR = {
+    "post_softmax": "uniform",
+    "post_gelu": "uniform",
+    "weights": "symmetric",
+    "per_head": False,
+    "per_group": False,
+    **_CORRECTED,
+}
 _ONE_KIND = {"search": Search(compare_uniform=False), **_CORRECTED}
 
 # There is one row per method. If the authors' released code differs from the paper, a second row with the suffix
@@ -16,6 +24,15 @@ METHODS: dict[str, Method] = {
     "uniform": Method(
         f"{_CORRECTED_ADALOG}: its rows of uniform quantizers",
         {"post_softmax": "uniform", "post_gelu": "uniform", **_CORRECTED},
+    ),
+    # The quantizers that engines for phones and accelerators have: XNNPACK takes the first row, and compilers that need
+    # zero points of zero take the second.
+    "uniform-tensor": Method(
+        f"{_CORRECTED_ADALOG}: uniform, with one scale per tensor and symmetric weights, for ExecuTorch", _PER_TENSOR
+    ),
+    "symmetric": Method(
+        f"{_CORRECTED_ADALOG}: uniform-tensor with symmetric activations, for standard QDQ files",
+        {**_PER_TENSOR, "activations": "symmetric"},
     ),
     # Eqs. 1-2
     "log2": Method(

@@ -424,7 +424,7 @@ class Calibration:
         cache = self._found if start is None else {}  # without a start these choices may find other quantizers
         for activation in formats_of(groups[0].first, config):
             if tried[0] and groups[0].first.role in ("linear", "conv"):  # the first products have the same values
-                products = [_in_format(results[0].product, activation) for results in tried]
+                products = [_in_format(results[0].product, activation, config) for results in tried]
             else:
                 products = [
                     self._product(group, config, fold, activation)
@@ -587,9 +587,9 @@ class Calibration:
         return self._product(group, choices, assignment.fold, formats_of(group.first, choices)[0])
 
 
-def _in_format(product: Product, activation: Format) -> Product:
+def _in_format(product: Product, activation: Format, config: Config) -> Product:
     """Return the product of a linear or convolution with its left operand in another format."""
-    return replace(product, left=in_format(product.left, activation))
+    return replace(product, left=in_format(product.left, activation, config))
 
 
 def _maybe_uniform(products: Sequence[Product], tried: Sequence[Searched], config: Config) -> list[int]:

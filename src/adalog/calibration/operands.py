@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adalog.calibration.observe import Request
-from adalog.config import Config, power_law_format, weight_format
+from adalog.config import Config, power_law_format, uniform_format, weight_format
 from adalog.errors import CalibrationError
 from adalog.graph.activations import GELUS, POWER_LAW_ACTIVATIONS
 from adalog.graph.convolution import conv_geometry, patch_view
@@ -90,13 +90,13 @@ def formats_of(site: Site, config: Config) -> list[Format]:
     if operand == "softmax":
         return [power_law_format(config.post_softmax, bits, config, 0.0)]
     if kind not in POWER_LAW_ACTIVATIONS:
-        return [Format(bits)]
+        return [uniform_format(bits, config)]
     own = -site.left_source.minimum
     offset = config.offset if config.offset is not None and kind == "gelu" else own
     power_law = power_law_format(config.post_gelu, bits, config, offset)
     compares = isinstance(config.search, Search) and config.search.compare_uniform
     sure = rarely_uniform(site) and not compares
-    return [power_law] if sure or power_law.log2_base is None else [power_law, Format(bits)]
+    return [power_law] if sure or power_law.log2_base is None else [power_law, uniform_format(bits, config)]
 
 
 def rarely_uniform(site: Site) -> bool:
@@ -124,10 +124,12 @@ def operands_of(
         right = seen[site.right].transpose(-1, -2).contiguous()
         lead = torch.broadcast_shapes(x.shape[:-2], right.shape[:-2])
         x, right = (value.expand(*lead, *value.shape[-2:]) for value in (x, right))
-        if site.role == "qk" and activation.is_uniform:
+        if site.role == "qk" and (activation.is_uniform or activation.is_symmetric):
             activation = replace(activation, own_dims=own[0])
         alike = site.role == "qk"  # the rows of transposed V are channels
-        return Operand(x, activation), Operand(right, Format(config.activation_bits, own_dims=own[1]), alike=alike)
+        return Operand(x, activation), Operand(
+            right, uniform_format(config.activation_bits, config, *own[1]), alike=alike
+        )
     weights = [program.tensors[member.right] for member in group.sites]
     inputs = [seen[name] for name in dict.fromkeys(group.read)]
     if site.role == "conv":
@@ -260,19 +262,19 @@ def _conv_operands(
     mask, x = None, joined([rows(images) for images in inputs], dim=-2)
     if any(padding) and activation.log2_base is not None:
         mask = joined([inside(images) for images in inputs], dim=-2).expand_as(x)
-    left = in_format(Operand(x, activation, mask), activation)
+    left = in_format(Operand(x, activation, mask), activation, config)
     if groups == 1:
         return left, Operand(weight.flatten(1), weight_format(config, 0))
     return left, Operand(weight.reshape(groups, -1, weight[0].numel()), weight_format(config, 0, 1))
 
 
-def in_format(operand: Operand, activation: Format) -> Operand:
+def in_format(operand: Operand, activation: Format, config: Config) -> Operand:
     """Return the left operand of a linear or convolution in another format, with the same values.
 
     operand: in a logarithmic format, if the new format is logarithmic too: only such a format has a mask. A grouped
-    convolution, (groups, T, I), has one uniform scale per group.
+    convolution, (groups, T, I), has one uniform scale per group unless the choices say otherwise.
     """
-    if activation.is_uniform and operand.values.ndim == 3:
+    if (activation.is_uniform or activation.is_symmetric) and operand.values.ndim == 3 and config.per_group:
         activation = replace(activation, own_dims=(0,))
     return replace(operand, format=activation, mask=None if activation.log2_base is None else operand.mask)
 

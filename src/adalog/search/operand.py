@@ -56,6 +56,11 @@ class Format:
         return self.log2_base is None and self.one_scale is None and not self.unit
 
     @property
+    def is_symmetric(self) -> bool:
+        """True for a uniform quantizer whose zero point is half of its codes."""
+        return self.one_scale is UniformQuantizer
+
+    @property
     def twin(self) -> bool:
         """True if half of the codes are for the negative values, down to -offset."""
         return self.one_scale is not None and self.one_scale.spans_offset
@@ -117,7 +122,7 @@ class Operand:
             return None
         if form.one_scale is not None:
             found = form.one_scale.reaching(self.shaped(point[:1]), form.bits, form.offset)
-            return found.map(lambda value: value[0] if form.own_dims else value.reshape(()))
+            return found.map(lambda value: value[0] if form.own_dims or form.is_symmetric else value.reshape(()))
         if form.log2_base is None:
             scale, zero_point = bounds_to_uniform(point[0], point[1], form.bits)
             return UniformQuantizer(self.shaped(scale)[0], self.shaped(zero_point)[0], form.bits)
