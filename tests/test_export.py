@@ -20,7 +20,7 @@ from adalog.export import onnx as written
 from adalog.export.certificate import Certificate, SiteReport, certify, changed_tensors, graph_digest, judge, read
 from adalog.export.engines import open_engine
 from adalog.export.operands import _cells
-from adalog.export.replay import Replay
+from adalog.export.replay import MAKERS, Replay
 from adalog.graph.capture import capture
 from adalog.graph.program import Output, Ref, given_leaves
 from adalog.graph.rewrite import group_sites, rewritten
@@ -144,7 +144,7 @@ def assert_certified(quantized, form, images, engine="onnxruntime"):
     found = certify(quantized, "digest", content, [(images,)], engine=engine, executor="reference")
     assert found.passed, found.failures
     assert found.accumulators_equal
-    assert len(found.sites) == len(Replay(quantized, form).sites) > 0
+    assert len(found.sites) == len(Replay(quantized, MAKERS[form]).sites) > 0
     assert sum(site.off for site in found.sites) <= sum(site.operands for site in found.sites) * 1e-4
     assert found.images == len(images)
     return content
@@ -271,7 +271,7 @@ def test_every_changed_number_is_noticed(one):
     """By the digest, and without it, for all that the artifact stores, by its name."""
     quantized, _, content = one
     model, about = read(content)
-    replay = Replay(quantized, "integer")
+    replay = Replay(quantized, MAKERS["integer"])
     assert not changed_tensors(model, replay)
     named = 0
     for index, tensor in enumerate(model.graph.initializer):

@@ -23,14 +23,17 @@ _BATCH = 20
 def command(
     file: Annotated[Path, typer.Argument(help="Artifact written by `adalog quantize`.")],
     exported: Annotated[
-        Path, typer.Argument(metavar="{model.onnx}", help="ONNX file that `adalog export` wrote for the artifact.")
+        Path,
+        typer.Argument(
+            metavar="{model.onnx}", help="ONNX or ExecuTorch file that `adalog export` wrote for the artifact."
+        ),
     ],
     data: Annotated[
         Path | None, typer.Option(help="Folder of images to compare on. Default: the bundled images.")
     ] = None,
     images: Annotated[int | None, typer.Option(min=1, help="Number of images. Default: all.")] = None,
     engine: Annotated[
-        str, typer.Option(help=f"Engine that runs the ONNX file: {', '.join(export.ENGINES)}.")
+        str, typer.Option(help=f"Engine that runs an ONNX file: {', '.join(export.ENGINES)}.")
     ] = "onnxruntime",
     executor: Annotated[str, typer.Option(help=f"Executor that runs the artifact: {', '.join(EXECUTORS)}.")] = "torch",
     out: Annotated[
@@ -70,7 +73,12 @@ def command(
                 watch(done)
 
         digest = hashlib.sha256(content).hexdigest()
-        certificate = export.certify(quantized.quantized, digest, other, counted(), engine=engine, executor=executor)
+        if export.is_executorch(other):
+            certificate = export.certify_executorch(quantized.quantized, digest, other, counted(), executor=executor)
+        else:
+            certificate = export.certify(
+                quantized.quantized, digest, other, counted(), engine=engine, executor=executor
+            )
     page = f"{certificate.text()}\nprocessor: {processor()}"
     if out is not None:
         files.write_whole(out, f"{page}\n".encode())

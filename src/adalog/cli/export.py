@@ -10,9 +10,11 @@ from adalog import DataError, artifact, export, files
 from adalog.cli.console import FAILED, check_outputs, emit_json, note, say, waiting
 from adalog.cli.options import JsonOption
 from adalog.cli.targets import naming_file
+from adalog.quantized import QuantizedProgram
 from adalog.runtime import Compiled
 
-TARGETS = ("onnx", "openvino")
+TARGETS = ("onnx", "openvino", "executorch")
+_SUFFIXES = {"openvino": ".xml", "executorch": ".pte"}
 
 
 def command(
@@ -21,44 +23,50 @@ def command(
     form: Annotated[
         str,
         typer.Option(
-            help="Form of matrix products. mixed: on dequantized values, which engines run fast; integer: on integers."
+            help="Form of matrix products. mixed: on dequantized values, which engines run fast; integer: on integers; "
+            "qdq: QuantizeLinear and DequantizeLinear alone, as other compilers read them (artifacts of --method "
+            "symmetric at w8a8; also writes NAME.encodings.json)."
         ),
     ] = "mixed",
     to: Annotated[
         str,
-        typer.Option(help="Format to write: onnx, or openvino (with --out NAME.xml; also writes NAME.bin)."),
+        typer.Option(
+            help="Format to write: onnx; openvino (with --out NAME.xml; also writes NAME.bin); or executorch (with "
+            "--out NAME.pte; artifacts of --method uniform-tensor), for phones and boards.",
+        ),
     ] = "onnx",
     json_out: JsonOption = None,
 ) -> None:
-    """Convert an artifact to ONNX or OpenVINO.
+    """Convert an artifact to ONNX, OpenVINO or ExecuTorch.
 
     The command first compares the export with the artifact on random images.
     If they differ by more than rounding explains, it writes nothing, and the exit code is 1.
     """
-    if form not in export.FORMS:
-        raise ValueError(f"--form {form!r} is not one of {', '.join(export.FORMS)}")
+    if form not in export.EVERY_FORM:
+        raise ValueError(f"--form {form!r} is not one of {', '.join(export.EVERY_FORM)}")
     if to not in TARGETS:
         raise ValueError(f"--to {to!r} is not one of {', '.join(TARGETS)}")
-    if to == "openvino" and out.suffix != ".xml":
-        raise DataError(
-            f"{out} does not end in .xml, as OpenVINO needs: give --out NAME.xml, which also writes NAME.bin"
-        )
-    weights = out.with_suffix(".bin") if to == "openvino" else None
-    check_outputs(out, weights, json_out, reads=(file,))
+    if (form == "qdq" and to != "onnx") or (form != "mixed" and to == "executorch"):
+        raise ValueError(f"--form {form} cannot be combined with --to {to}")
+    suffix = _SUFFIXES.get(to)
+    if suffix is not None and out.suffix != suffix:
+        raise DataError(f"{out} does not end in {suffix}, as files for {to} do: give --out NAME{suffix}")
+    beside = _beside(out, form, to)
+    check_outputs(out, beside, json_out, reads=(file,))
     content = artifact.read(file)
     quantized = artifact.deserialise(content, str(file))
     if not Compiled(quantized, "reference").sites:
         raise DataError(
             f"{file} has no site that runs in integers, so there is nothing to export: quantize more of the model"
         )
-    chosen: export.Form = "mixed" if form == "mixed" else "integer"
-    engines = ["onnxruntime", *(["openvino"] if to == "openvino" else [])]
     with waiting(f"exporting {file}"), naming_file(file, "cannot be exported"):
-        exported, certificates = export.export(quantized, hashlib.sha256(content).hexdigest(), chosen, engines)
+        exported, certificates = _exported(quantized, hashlib.sha256(content).hexdigest(), form, to)
         written = {out: exported}
-        if weights is not None and all(each.passed for each in certificates):
-            description, numbers = export.to_openvino(exported)
-            written = {weights: numbers, out: description}
+        if beside is not None and all(each.passed for each in certificates):
+            described, further = (
+                export.to_openvino(exported) if to == "openvino" else (exported, export.to_encodings(exported))
+            )
+            written = {beside: further, out: described}
     failures = [failure for each in certificates for failure in each.failures]
     if failures:
         # OpenVINO may optimize the mixed form differently when it also outputs the values to compare.
@@ -69,5 +77,22 @@ def command(
         files.write_whole(path, bytes_of)
     if json_out != "-":
         say(*(f"{path}: {len(bytes_of):,} bytes" for path, bytes_of in written.items()))
-    told = {"files": {str(path): len(bytes_of) for path, bytes_of in written.items()}, "form": form}
+    told = {"files": {str(path): len(bytes_of) for path, bytes_of in written.items()}, "form": certificates[0].form}
     emit_json({**told, "certificates": [each.json() for each in certificates]}, json_out)
+
+
+def _beside(out: Path, form: str, to: str) -> Path | None:
+    """Return the second file that the command writes, or None."""
+    if to == "openvino":
+        return out.with_suffix(".bin")
+    return out.with_suffix(".encodings.json") if form == "qdq" else None
+
+
+def _exported(quantized: QuantizedProgram, source: str, form: str, to: str) -> tuple[bytes, list[export.Certificate]]:
+    """Return the exported file and its certificates."""
+    if to == "executorch":
+        content, certificate = export.export_executorch(quantized, source)
+        return content, [certificate]
+    engines = ["onnxruntime", *(["openvino"] if to == "openvino" else [])]
+    chosen = next(each for each in export.EVERY_FORM if each == form)
+    return export.export(quantized, source, chosen, engines)

@@ -5,20 +5,29 @@ from collections.abc import Sequence
 from adalog.errors import ArtifactError
 from adalog.export.certificate import Certificate, certify
 from adalog.export.engines import ENGINES, Engine, to_openvino
+from adalog.export.executorch import is_executorch, to_executorch
+from adalog.export.executorch_certificate import certify_executorch, export_executorch
 from adalog.export.noise import noise_like
 from adalog.export.onnx import to_onnx
 from adalog.export.pack import to_pack
-from adalog.export.replay import FORMS, Form
+from adalog.export.qdq import to_encodings
+from adalog.export.replay import EVERY_FORM, FORMS, Form
 from adalog.quantized import QuantizedProgram
 
 __all__ = [
     "ENGINES",
+    "EVERY_FORM",
     "FORMS",
     "Certificate",
     "Engine",
     "Form",
     "certify",
+    "certify_executorch",
     "export",
+    "export_executorch",
+    "is_executorch",
+    "to_encodings",
+    "to_executorch",
     "to_onnx",
     "to_openvino",
     "to_pack",
@@ -36,8 +45,8 @@ def export(
     source: the SHA-256 of the artifact.
     Raises ArtifactError if the program cannot be exported to ONNX, and AdalogError if a package is missing.
     """
-    if form not in FORMS:
-        raise ValueError(f"form = {form!r} is not one of {', '.join(FORMS)}")
+    if form not in EVERY_FORM:
+        raise ValueError(f"form = {form!r} is not one of {', '.join(EVERY_FORM)}")
     if not quantized.example:
         raise ArtifactError("the model was made without images, so its input shapes are unknown: set its `example`")
     content = to_onnx(quantized, form, source, selects="openvino" in engines)

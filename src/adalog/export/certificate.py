@@ -15,7 +15,7 @@ from adalog.errors import ArtifactError, one_line
 from adalog.export.engines import Run, open_engine
 from adalog.export.onnx import KEY, as_array, graph_digest, inputs_of, package, stored_tensors, tensor_name
 from adalog.export.operands import Digit
-from adalog.export.replay import FORMS, Form, Replay
+from adalog.export.replay import EVERY_FORM, MAKERS, Form, Replay
 from adalog.graph.program import given_leaves
 from adalog.quantized import QuantizedProgram
 from adalog.runtime import Compiled
@@ -164,7 +164,7 @@ def read(content: bytes) -> tuple[Any, dict[str, Any]]:
         model = onnx.load_model_from_string(content)
         notes = {entry.key: entry.value for entry in model.metadata_props}
         about = json.loads(notes[KEY])
-        sane = about["form"] in FORMS and all(isinstance(about[key], str) for key in ("artifact", "graph"))
+        sane = about["form"] in EVERY_FORM and all(isinstance(about[key], str) for key in ("artifact", "graph"))
     except Exception as cause:  # parsers may raise any exception for arbitrary bytes
         raise ArtifactError(
             f"the file is not an ONNX model that adalog exported ({one_line(cause)}): make one with `adalog export`"
@@ -208,7 +208,7 @@ def _versions(engine: str) -> dict[str, str]:
 
 def _replayed(quantized: QuantizedProgram, form: Form) -> Replay:
     """Return the replayed program after one run, which records the names of its values."""
-    replay = Replay(quantized, form).eval()
+    replay = Replay(quantized, MAKERS[form]).eval()
     replay(*(value.new_zeros((1, *value.shape[1:])) for value in quantized.example))
     return replay
 
@@ -234,25 +234,27 @@ def _compare(
         given = inputs_of(batch, names)
         got = _run(plain, given, found.engine)
         wanted = given_leaves(compiled(*batch))
-        answers.append(_answers(wanted, [got.get(each.name) for each in model.graph.output]))
+        answers.append(paired(wanted, [got.get(each.name) for each in model.graph.output]))
         if seen < SITE_IMAGES:
             few = tuple(value[: SITE_IMAGES - seen] for value in batch)
             given = inputs_of(few, names)
             inner = {**given, **_run(inside, given, found.engine)}
             own.append(
-                _answers([value[: len(few[0])] for value in wanted], given_leaves(quantized.program.run(_moved(few))))
+                paired([value[: len(few[0])] for value in wanted], given_leaves(quantized.program.run(moved(few))))
             )
             codes = compiled.codes(*few)
-            found.sites = _merged(found.sites, [_site(replay, site, inner, values, codes) for site in replay.sites])
+            found.sites = merged_sites(
+                found.sites, [_site(replay, site, inner, values, codes) for site in replay.sites]
+            )
         seen += len(batch[0])
     if not seen:
         raise ValueError("there are no images to compare: give at least one")
     found.images = seen
-    found.own_error = float(_errors(own).median())
+    found.own_error = float(relative_errors(own).median())
     judge(found, answers)
 
 
-def _moved(inputs: Sequence[Tensor]) -> list[Tensor]:
+def moved(inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the inputs with each float moved by about a millionth of its value, in the same way in each call."""
     generator = torch.Generator().manual_seed(0)
     return [
@@ -365,7 +367,8 @@ def _same(site: IntegerSite, sums: Tensor, got: Tensor, scale: Tensor | None, le
     return bool(((got.double() - real).abs() <= ROUNDING * largest).all())
 
 
-def _merged(before: list[SiteReport], now: list[SiteReport]) -> list[SiteReport]:
+def merged_sites(before: list[SiteReport], now: list[SiteReport]) -> list[SiteReport]:
+    """Return the reports of all sites on the images so far and the images of the last batch."""
     if not before:
         return now
     return [
@@ -374,7 +377,7 @@ def _merged(before: list[SiteReport], now: list[SiteReport]) -> list[SiteReport]
     ]
 
 
-def _answers(wanted: Sequence[Any], got: Sequence[Any]) -> Answers:
+def paired(wanted: Sequence[Any], got: Sequence[Any]) -> Answers:
     """Pair the float outputs of a batch (artifact, file). Raises ArtifactError if there are none, or shapes differ."""
     both = [(one, torch.as_tensor(other)) for one, other in zip(wanted, got, strict=True)]
     for one, other in both:
@@ -392,7 +395,7 @@ def _answers(wanted: Sequence[Any], got: Sequence[Any]) -> Answers:
     return floats
 
 
-def _errors(answers: Sequence[Answers]) -> Tensor:
+def relative_errors(answers: Sequence[Answers]) -> Tensor:
     """Return the relative error of each image, over all of its outputs together: (images,)."""
     found = []
     for batch in answers:
@@ -405,7 +408,7 @@ def _errors(answers: Sequence[Answers]) -> Tensor:
 
 def judge(found: Certificate, answers: Sequence[Answers]) -> None:
     """Compare the outputs of all batches, and write the results and the failures to the certificate."""
-    errors = _errors(answers)
+    errors = relative_errors(answers)
     wanted, got = (torch.cat(list(side)) for side in zip(*(batch[0] for batch in answers), strict=True))
     found.error = {"median": float(errors.median()), "largest": float(errors.max())}
     if wanted.ndim == 2 and wanted.shape[1] > 1:

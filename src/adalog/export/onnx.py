@@ -20,7 +20,7 @@ from adalog import version
 from adalog.errors import AdalogError, ArtifactError, one_line
 from adalog.export.operators import NODE, RESULT, STEPS
 from adalog.export.products import Stored
-from adalog.export.replay import Form, Replay
+from adalog.export.replay import MAKERS, NOTED, Form, Replay
 from adalog.extras import extra_module
 from adalog.quantized import QuantizedProgram
 
@@ -28,7 +28,6 @@ OPSET = 21  # the first version with integers of four bits
 _IR = 10  # the version of the file format that belongs to this opset
 _SIZES = {"B": "batch", "H": "height", "W": "width"}  # the names of free sizes
 KEY = "adalog"  # the key of adalog's own metadata
-NOTED = ("preprocessing", "classes")  # keys of the artifact's provenance that are copied to the metadata
 
 
 def to_onnx(quantized: QuantizedProgram, form: Form, source: str, *, selects: bool = False) -> bytes:
@@ -40,7 +39,7 @@ def to_onnx(quantized: QuantizedProgram, form: Form, source: str, *, selects: bo
     """
     onnx = package("onnx")
     package("onnxscript")
-    replay = Replay(quantized, form).eval()
+    replay = Replay(quantized, MAKERS[form]).eval()
     model = _translated(replay, quantized)
     _rename(model, replay)
     _expand_steps(model, selects=selects)

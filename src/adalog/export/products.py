@@ -57,7 +57,7 @@ class Product(nn.Module):
             self.signed = 2 * max(map(_raw, site.left.limits())) * max(span // 2 + 1 for span in spans) < _PAIRS
         else:
             self.bases = _bases(site)
-        for index, scale in enumerate(self._scales()):
+        for index, scale in enumerate(scales_of(site)):
             self.register_buffer(f"scale_{index}", scale)
         self.stored: dict[str, Stored] = {}
         if site.weight is not None:
@@ -65,15 +65,6 @@ class Product(nn.Module):
         self.traced: Traced | None = None
 
     # --- what the file stores ---
-
-    def _scales(self) -> list[Tensor]:
-        """Return the scale of each pair of parts, in a shape that broadcasts to the product's results."""
-        site = self.site
-        if site.geometry is None:
-            return [scale.clone() for scale in site.scales]
-        assert site.weight is not None
-        shape = site.groups, 1, len(site.weight) // site.groups
-        return [scale.expand(shape).reshape(-1, 1, 1).contiguous() for scale in site.scales]
 
     def _store(self, site: IntegerSite) -> None:
         """Store the weight as codes minus half of their range, so that codes of four bits fit in signed four bits."""
@@ -198,20 +189,13 @@ class Product(nn.Module):
 
     def _convolve(self, x: Tensor, weight: Tensor, result: str) -> Tensor:
         site = self.site
-        assert site.geometry is not None
-        assert site.weight is not None
-        stride, padding, dilation, groups = site.geometry
         sums = operator(
             "Conv",
             [x, weight],
             at=site.name,
             result=result if self.mixed else "",
-            shape=[x.shape[0], len(site.weight), *site.sizes(x.shape)],
-            strides=list(stride),
-            pads=[*padding, *padding],
-            dilations=list(dilation),
-            group=groups,
-            kernel_shape=list(site.weight.shape[2:]),
+            shape=convolved_shape(site, x),
+            **convolution_attributes(site),
         )
         if self.mixed:
             return sums
@@ -270,6 +254,35 @@ class Product(nn.Module):
             low = operator("Sub", [whole.value, low], at=at)
             found.append([Digit("", high, base), Digit("", low)])
         return found
+
+
+def scales_of(site: IntegerSite) -> list[Tensor]:
+    """Return the scale of each pair of parts, in a shape that broadcasts to the product's results."""
+    if site.geometry is None:
+        return [scale.clone() for scale in site.scales]
+    assert site.weight is not None
+    shape = site.groups, 1, len(site.weight) // site.groups
+    return [scale.expand(shape).reshape(-1, 1, 1).contiguous() for scale in site.scales]
+
+
+def convolved_shape(site: IntegerSite, x: Tensor) -> list[int]:
+    """Return the shape of a convolution's output for an image x."""
+    assert site.weight is not None
+    return [x.shape[0], len(site.weight), *site.sizes(x.shape)]
+
+
+def convolution_attributes(site: IntegerSite) -> dict[str, Any]:
+    """Return the attributes of the operator Conv."""
+    assert site.geometry is not None
+    assert site.weight is not None
+    stride, padding, dilation, groups = site.geometry
+    return {
+        "strides": list(stride),
+        "pads": [*padding, *padding],
+        "dilations": list(dilation),
+        "group": groups,
+        "kernel_shape": list(site.weight.shape[2:]),
+    }
 
 
 def _raw(limits: tuple[int, int]) -> int:

@@ -1,8 +1,9 @@
-"""Replay a quantized program as a module, with operators of ONNX in place of its encoders and products."""
+"""Replay a quantized program as a module, with operators of another format for its encoders and products."""
 
 import operator as python
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,15 +12,18 @@ from torch import Tensor, nn
 from adalog.errors import ArtifactError
 from adalog.export.operands import Encoder
 from adalog.export.products import Product, Stored
+from adalog.export.qdq import QdqEncoder, QdqProduct
 from adalog.graph.operations import FAKE_QUANTIZE
-from adalog.graph.program import given_leaves
+from adalog.graph.program import Node, given_leaves
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import Quantizer
 from adalog.runtime import compiled
 from adalog.runtime.reference import IntegerSite, plan
 
-Form = Literal["mixed", "integer"]
-FORMS = get_args(Form)
+Form = Literal["mixed", "integer", "qdq"]
+EVERY_FORM = get_args(Form)
+NOTED = ("preprocessing", "classes")  # keys of the artifact's provenance that are copied to the metadata
+FORMS: tuple[Form, ...] = ("mixed", "integer")  # the forms that every kind of quantizer has
 
 # Arithmetic on sizes, which are symbols while a model is exported.
 _SIZES: dict[str, Callable[..., Any]] = {
@@ -34,13 +38,38 @@ _SIZES: dict[str, Callable[..., Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class Makers:
+    """The functions that make the parts of a replayed program, and the format that messages name.
+
+    encoder: makes the module that encodes an operand, from its quantizer, a site that reads it, and its name. product:
+    makes the module of a site's product, with the attributes `site`, `traced` and `stored` of `Product`.
+    """
+
+    encoder: Callable[[Quantizer, IntegerSite, str], nn.Module]
+    product: Callable[[IntegerSite], nn.Module]
+    target: str = "ONNX"
+
+
+def _encoder(quantizer: Quantizer, site: IntegerSite, name: str) -> nn.Module:
+    return Encoder(quantizer, name)
+
+
+MAKERS: dict[str, Makers] = {
+    "mixed": Makers(_encoder, partial(Product, mixed=True)),
+    "integer": Makers(_encoder, partial(Product, mixed=False)),
+    "qdq": Makers(QdqEncoder, QdqProduct),
+}
+
+
 class Replay(nn.Module):
     """The program of a quantized model as a module that returns a tuple of tensors.
 
-    sites: the sites that run in integers. Raises ArtifactError if the program cannot be exported to ONNX.
+    sites: the sites that run in integers. products: the product of each site, by the site's name.
+    Raises ArtifactError if the program cannot be exported.
     """
 
-    def __init__(self, quantized: QuantizedProgram, form: Form):
+    def __init__(self, quantized: QuantizedProgram, makers: Makers):
         super().__init__()
         program = quantized.program
         floats = [value for value in program.tensors.values() if value.is_floating_point()]
@@ -49,18 +78,19 @@ class Replay(nn.Module):
             raise ArtifactError(f"the model is in {odd[0]}, but adalog exports float32 only: convert it to float32")
         self.sites = _apart(plan(program, quantized.example))
         self.steps = nn.ModuleDict()
+        self.products: dict[str, Any] = {}
 
-        def encoder(quantizer: Quantizer, site: IntegerSite) -> Encoder:
-            return Encoder(quantizer, site.node.args[0 if quantizer is site.left else 1].name)
+        def encoder(quantizer: Quantizer, site: IntegerSite) -> nn.Module:
+            name = site.node.args[0 if quantizer is site.left else 1].name
+            self.steps[_path(name)] = made = makers.encoder(quantizer, site, name)
+            return made
 
-        def product(site: IntegerSite) -> Product:
-            return Product(site, mixed=form == "mixed")
+        def product(site: IntegerSite) -> nn.Module:
+            self.steps[_path(site.name)] = self.products[site.name] = made = makers.product(site)
+            return made
 
         self.program, steps = compiled(program, self.sites, lambda site: "whole", encoder, product)
-        self._called: dict[str, Callable[..., Any]] = {}
-        for name, step in steps.items():
-            self.steps[_path(step.name if isinstance(step, Encoder) else step.site.name)] = step
-            self._called[name] = step
+        self._called: dict[str, Callable[..., Any]] = dict(steps)
         for node in self.program.nodes:
             if node.op in _SIZES:
                 self._called[node.name] = _SIZES[node.op]
@@ -68,30 +98,30 @@ class Replay(nn.Module):
                 site = str(node.args[1]).rpartition(".")[0]
                 raise ArtifactError(
                     f"a float operation reads the quantized operand {node.args[1]}, which adalog cannot export to "
-                    f"ONNX: keep the site in float, for example with --pin '{site}=32'"
+                    f"{makers.target}: keep the site in float, for example with --pin '{site}=32'"
                 )
         self._stored = {name: f"tensors.{_path(name)}" for name in self.program.tensors}
         self.tensors = nn.Module()
         for name, value in self.program.tensors.items():
             self.tensors.register_buffer(_path(name), value)
 
-    @property
-    def products(self) -> dict[str, Product]:
-        """The product of each site, by the site's name."""
-        return {step.site.name: step for step in self.steps.values() if isinstance(step, Product)}
-
     def stored(self) -> dict[str, Stored]:
         """Return the weights that are stored in narrow types, by the name of the buffer that holds their value."""
         return {
-            f"steps.{path}.{name}": each
-            for path, step in self.steps.items()
-            if isinstance(step, Product)
-            for name, each in step.stored.items()
+            f"steps.{_path(site)}.{name}": each
+            for site, product in self.products.items()
+            for name, each in product.stored.items()
         }
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return self.run(inputs)
+
+    def run(
+        self, inputs: Sequence[Tensor], watch: Callable[[Node, tuple[Any, ...], Any], Any] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return the outputs. watch: called after every operation, as in `Program.run`."""
         tensors = {name: self.tensors.get_buffer(_path(name)) for name in self.program.tensors}
-        found = replace(self.program, tensors=tensors).run(inputs, None, self._called)
+        found = replace(self.program, tensors=tensors).run(inputs, watch, self._called)
         return tuple(given_leaves(found))
 
 

@@ -1,0 +1,145 @@
+"""Certify ExecuTorch files: compare their bytes, their sites and their outputs with those of the artifact."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from adalog.errors import ArtifactError
+from adalog.export import executorch
+from adalog.export.certificate import (
+    ROUNDING,
+    SITE_IMAGES,
+    Answers,
+    Certificate,
+    SiteReport,
+    judge,
+    merged_sites,
+    moved,
+    paired,
+    relative_errors,
+)
+from adalog.export.noise import noise_like
+from adalog.graph.program import given_leaves
+from adalog.quantized import QuantizedProgram
+from adalog.runtime import Compiled
+from adalog.runtime.reference import IntegerSite, Product, finish
+
+NAME = "executorch"  # the form and the engine of these certificates
+_NOISE = 2  # the number of noise images on which an export is certified before it is written
+
+
+def export_executorch(quantized: QuantizedProgram, source: str) -> tuple[bytes, Certificate]:
+    """Return the ExecuTorch file of a quantized program, and its certificate on noise of the calibration's shape.
+
+    Do not use the file if the certificate fails. source: the SHA-256 of the artifact.
+    Raises ArtifactError if the program cannot be exported to ExecuTorch, and DataError if a package is missing.
+    """
+    if not quantized.example:
+        raise ArtifactError("the model was made without images, so its input shapes are unknown: set its `example`")
+    content = executorch.to_executorch(quantized, source)
+    found = _certificate(source, content, "torch")
+    _compare(found, quantized, content, [noise_like(quantized, _NOISE)])
+    return content, found
+
+
+@torch.no_grad()
+def certify_executorch(
+    quantized: QuantizedProgram,
+    source: str,
+    content: bytes,
+    batches: Iterable[Sequence[Tensor]],
+    *,
+    executor: str = "torch",
+) -> Certificate:
+    """Compare an ExecuTorch file with its artifact, and return the certificate.
+
+    The file must have the bytes that adalog writes for the artifact with the same versions of the packages.
+    source: the SHA-256 of the artifact. content: the file. batches: the model's inputs, some images at a time.
+    Raises ArtifactError if `to_executorch` did not write the file, ValueError if there are no images, and DataError if
+    a package is missing.
+    """
+    found = _certificate(source, content, executor)
+    about = executorch.read_notes(content)
+    if about["artifact"] != source:
+        found.failures.append("the file was made from another artifact")
+    if about["made_by"] != executorch.versions():
+        made_by = ", ".join(f"{name} {value}" for name, value in about["made_by"].items())
+        found.failures.append(f"the file was made by {made_by}: certify it with the same versions")
+    elif executorch.to_executorch(quantized, about["artifact"]) != content:
+        found.failures.append("the file differs from the file that adalog writes for the artifact")
+    try:
+        _compare(found, quantized, content, batches)
+    except ArtifactError as cause:
+        found.failures.append(str(cause))
+    return found
+
+
+def _certificate(source: str, content: bytes, executor: str) -> Certificate:
+    digests = {"artifact": source, "export": hashlib.sha256(content).hexdigest()}
+    return Certificate(NAME, NAME, executor, digests, executorch.versions())
+
+
+@torch.no_grad()
+def _compare(
+    found: Certificate, quantized: QuantizedProgram, content: bytes, batches: Iterable[Sequence[Tensor]]
+) -> None:
+    compiled = Compiled(quantized, found.executor)
+    run = executorch.open_file(content)
+    watched, replay, names = executorch.to_watched(quantized)
+    inside = executorch.open_file(watched)
+    answers, own = list[Answers](), list[Answers]()
+    seen = 0
+    for batch in batches:
+        wanted = given_leaves(compiled(*batch))
+        images = range(len(batch[0]))
+        answers.append(paired(wanted, _joined([run([value[i : i + 1] for value in batch]) for i in images])))
+        if seen < SITE_IMAGES:
+            few = tuple(value[: SITE_IMAGES - seen] for value in batch)
+            results = _joined([inside([value[i : i + 1] for value in few]) for i in range(len(few[0]))])
+            inner = dict(zip(names, results[len(results) - len(names) :], strict=True))
+            own.append(
+                paired([value[: len(few[0])] for value in wanted], given_leaves(quantized.program.run(moved(few))))
+            )
+            codes = compiled.codes(*few)
+            reports = [_site(quantized, site, inner, codes) for site in replay.sites]
+            found.sites = merged_sites(found.sites, reports)
+        seen += len(batch[0])
+    if not seen:
+        raise ValueError("there are no images to compare: give at least one")
+    found.images = seen
+    found.own_error = float(relative_errors(own).median())
+    judge(found, answers)
+
+
+def _joined(results: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Join the outputs of single images into batches."""
+    return [torch.cat(list(each)) for each in zip(*results, strict=True)]
+
+
+def _site(
+    quantized: QuantizedProgram,
+    site: IntegerSite,
+    inner: Mapping[tuple[str, str], Tensor],
+    codes: Mapping[str, Tensor],
+) -> SiteReport:
+    """Compare a site of the export with its exact sums, for the values that it read."""
+    sides = [site.left, *([site.right] if site.weight is None else [])]
+    operands = off = differ = 0
+    wholes: list[Tensor] = []
+    for quantizer, arg in zip(sides, site.node.args, strict=False):
+        code = inner["codes", arg.name].long() - executorch.LOW
+        operands += code.numel()
+        off += int((code != quantizer.quantize(inner["value", arg.name])).sum())
+        differ += int((code != codes[arg.name]).sum())
+        wholes += quantizer.integers(code)
+    doubles = [whole.double() for whole in wholes]
+    sums = Product(site).sums(doubles[:1], doubles[1:] or None)
+    bias = site.node.args[2] if site.weight is not None and len(site.node.args) > 2 else None
+    wanted = finish(site, sums, None if bias is None else quantized.program.tensors[bias.name], wholes[0].shape)
+    got = inner["result", site.name]
+    equal = got.shape == wanted.shape and bool(
+        ((got.double() - wanted.double()).abs() <= ROUNDING * float(wanted.abs().max())).all()
+    )
+    return SiteReport(site.name, equal, operands, off, differ)

@@ -1,0 +1,168 @@
+"""Write uniform quantizers as the pairs of QuantizeLinear and DequantizeLinear that other compilers read.
+
+Every operand of a product is quantized to signed bytes with zero points of zero, with one scale per tensor of
+activations and one per output channel of a weight. Compilers such as NVIDIA's TensorRT and Qualcomm's QNN read such
+pairs as quantized layers. A signed byte is the code of a symmetric quantizer minus half of the number of codes.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adalog.errors import ArtifactError
+from adalog.export.operands import Digit
+from adalog.export.operators import matmul_shape, operator
+from adalog.export.products import Stored, Traced, convolution_attributes, convolved_shape, scales_of
+from adalog.quantizers import Quantizer, UniformQuantizer, symmetric_zero_point
+from adalog.runtime.reference import IntegerSite
+
+_BITS = 8  # of activations: fewer codes than a byte has would need another operator to clamp values
+_WAY_OUT = "quantize the model with --bits w8a8 --method symmetric"
+
+
+@dataclass(frozen=True)
+class QdqOperand:
+    """The bytes of an activation, and the values that they stand for."""
+
+    digit: Digit
+    value: Tensor
+
+
+class QdqEncoder(nn.Module):
+    """QuantizeLinear and DequantizeLinear of an activation. Raises ArtifactError unless it is symmetric, in bytes."""
+
+    def __init__(self, quantizer: Quantizer, site: IntegerSite, name: str):
+        super().__init__()
+        self.name = name
+        reason = why_no_bytes(quantizer)
+        if reason:
+            raise ArtifactError(f"site {site.name}: its operand {name} {reason}: {_WAY_OUT}")
+        self.scale = nn.Buffer(quantizer.scale.reshape(()).clone())
+        self.zero_point = nn.Buffer(torch.zeros((), dtype=torch.int8))
+
+    def forward(self, x: Tensor) -> QdqOperand:
+        codes = operator(
+            "QuantizeLinear",
+            [x, self.scale, self.zero_point],
+            at=self.name,
+            result=f"{self.name}.codes",
+            dtype=torch.int8,
+        )
+        value = operator("DequantizeLinear", [codes, self.scale, self.zero_point], at=self.name, dtype=torch.float32)
+        return QdqOperand(Digit(f"{self.name}.codes", codes, at=self.name, operand=self.name), value)
+
+
+def why_no_bytes(quantizer: Quantizer) -> str:
+    """Return the reason why an activation cannot be quantized to signed bytes with the zero point 0, or ""."""
+    if not isinstance(quantizer, UniformQuantizer):
+        return f"has a quantizer of the kind {quantizer.kind}, and the form qdq takes uniform ones"
+    if quantizer.scale.numel() > 1:
+        return f"has {quantizer.scale.numel()} scales, and the form qdq takes one per tensor"
+    if quantizer.bits != _BITS:
+        return f"has {quantizer.bits} bits, and the form qdq takes {_BITS}"
+    half = symmetric_zero_point(quantizer.bits)
+    if int(quantizer.zero_point) != half:
+        return f"has the zero point {int(quantizer.zero_point) - half} in signed bytes, and the form qdq takes 0"
+    return ""
+
+
+class QdqProduct(nn.Module):
+    """The product of a site in floats that were dequantized. Raises ArtifactError unless its weight is symmetric."""
+
+    def __init__(self, site: IntegerSite):
+        super().__init__()
+        self.site = site
+        self.traced: Traced | None = None
+        self.stored: dict[str, Stored] = {}  # the codes are a buffer
+        (self.scale,) = scales_of(site)
+        if site.weight is None:
+            return
+        codes, units = signed_weight(site, "the form qdq", _WAY_OUT)
+        self.codes = nn.Buffer(codes if site.geometry is not None else codes.t().contiguous())
+        self.units = nn.Buffer(units)
+        self.zero_point = nn.Buffer(torch.zeros(len(units), dtype=torch.int8))
+
+    def forward(self, left: QdqOperand, right: QdqOperand | None = None, bias: Tensor | None = None) -> Tensor:
+        site, name = self.site, f"{self.site.name}.accumulators.0"
+        weight = self._weight() if right is None else right.value
+        if site.geometry is None:
+            shape = matmul_shape(left.value, weight)
+            result = operator("MatMul", [left.value, weight], at=site.name, result=name, shape=shape)
+        else:
+            result = operator(
+                "Conv",
+                [left.value, weight],
+                at=site.name,
+                result=name,
+                shape=convolved_shape(site, left.value),
+                **convolution_attributes(site),
+            )
+        rights = None if right is None else ((right.digit,),)
+        self.traced = Traced(((left.digit,),), rights, (name,), (self.scale,))
+        if bias is None:
+            return result
+        return result + (bias if site.geometry is None else bias[:, None, None])
+
+    def _weight(self) -> Tensor:
+        return operator(
+            "DequantizeLinear",
+            [self.codes, self.units, self.zero_point],
+            at=f"{self.site.name}.weight",
+            result=f"{self.site.name}.weight",
+            dtype=torch.float32,
+            axis=1 if self.site.geometry is None else 0,
+        )
+
+
+def signed_weight(site: IntegerSite, target: str, way_out: str) -> tuple[Tensor, Tensor]:
+    """Return the signed bytes of a site's weight, (O, ...), and the scale of each output channel, (O,).
+
+    Raises ArtifactError, which names the target and the way out, unless the weight's quantizer is symmetric.
+    """
+    assert site.weight is not None
+    quantizer = site.right
+    if not isinstance(quantizer, UniformQuantizer):
+        raise ArtifactError(f"site {site.name}: its weight is not uniform, as {target} needs: {way_out}")
+    half = symmetric_zero_point(quantizer.bits)
+    if not bool((quantizer.zero_point == half).all()):
+        raise ArtifactError(f"site {site.name}: its weight has zero points, and {target} takes none: {way_out}")
+    codes = (site.weight.to(torch.int16) - half).to(torch.int8)
+    return codes, quantizer.scale.flatten().expand(len(codes)).float().contiguous()
+
+
+def to_encodings(content: bytes) -> bytes:
+    """Return the encodings of a file in the form "qdq", as JSON in the layout 1.0.0 of Qualcomm's AIMET.
+
+    Activations have the names of the values that QuantizeLinear reads, and weights the names of the values that
+    DequantizeLinear returns. A value is scale * (code + offset), with codes from 0 to 2**bw - 1.
+    Raises ArtifactError if a value is quantized with two scales.
+    """
+    from onnx import load_model_from_string, numpy_helper
+
+    graph = load_model_from_string(content).graph
+    stored = {each.name: each for each in graph.initializer}
+
+    def encoding(name: str, scale: str, kind: str, bits: int) -> dict[str, Any]:
+        scales = numpy_helper.to_array(stored[scale]).reshape(-1).tolist()
+        half = symmetric_zero_point(bits)
+        fixed = {"enc_type": kind, "dtype": "INT", "bw": bits, "is_sym": True}
+        return {"name": name, **fixed, "scale": scales, "offset": [-half] * len(scales)}
+
+    activations: dict[str, dict[str, Any]] = {}
+    weights = []
+    for node in graph.node:
+        if node.op_type == "QuantizeLinear":
+            found = encoding(node.input[0], node.input[1], "PER_TENSOR", _BITS)
+            if activations.setdefault(found["name"], found) != found:
+                raise ArtifactError(f"{found['name']} is quantized with two scales, and encodings have one per value")
+        elif node.op_type == "DequantizeLinear" and node.input[0] in stored:
+            weights.append(encoding(node.output[0], node.input[1], "PER_CHANNEL", _BITS))
+    told = {
+        "version": "1.0.0",
+        "activation_encodings": list(activations.values()),
+        "param_encodings": weights,
+    }
+    return (json.dumps(told, indent=1) + "\n").encode()
