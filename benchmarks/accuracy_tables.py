@@ -121,6 +121,24 @@ def classifier_table() -> str:
     return f"{markdown_table(heads, lines)}\n\n{note}"
 
 
+def engines_table() -> str:
+    """Return what quantizers with one scale per tensor cost at W8A8 on DeiT-T and TinyViT."""
+    names, lines = {"engines-deit_tiny": "DeiT-T", "engines-tiny_vit": "TinyViT"}, []
+    for name, model in names.items():
+        result = read(name)
+        lines.append([model, "fp32", f"{100 * result['fp32']['top1']:.1f} %", "", ""])
+        for row in result["rows"]:
+            p = row["mcnemar_p_adalog"]
+            lines.append([model, f"`{row['method']}`", f"{100 * row['top1']:.1f} %", f"{100 * row['agreement']:.1f} %"])
+            lines[-1] += ["" if p is None else f"{p:.2f}" if p >= 0.01 else f"{p:.0e}"]
+    note = (
+        f"W8A8, {result['queries']:,} queries, {result['calibration_images']} images calibrate, one seed. `uniform` "
+        "has scales per head and per group, `uniform-tensor` has one per tensor, and `symmetric` also has zero points "
+        f"of zero. p: McNemar's, compared with `adalog`. {source(*names)}"
+    )
+    return f"{markdown_table(['model', 'method', 'top-1', 'agreement', 'p'], lines)}\n\n{note}"
+
+
 def worst_sites_table() -> str:
     """Return the sites with the lowest SQNR under `adalog` on TinyViT, for each width."""
     lines = []

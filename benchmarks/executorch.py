@@ -18,7 +18,6 @@ from benchmarks.publish import RESULTS, publish
 from benchmarks.realbench import RealBench
 
 import argparse
-import importlib
 import sys
 import time
 from contextlib import redirect_stdout
@@ -104,7 +103,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with redirect_stdout(sys.stderr):
         versions = executorch.versions()
-        importlib.import_module("executorch.extension.pybindings.portable_lib")._unsafe_reset_threadpool(1)
+        executorch.package("executorch.extension.pybindings.portable_lib")._unsafe_reset_threadpool(1)
         bench = RealBench.of(asked.realbench, asked.model)
         result = measure(bench, asked)
     told = {"model": bench.name, "method": METHOD, "images": asked.images, "seed": SEED, "threads": 1, **result}

@@ -321,6 +321,30 @@ def web_table() -> str:
     return f"{markdown_table(['model', 'engine', 'ms', 'of float32'], lines)}\n\n{note}"
 
 
+def executorch_table() -> str:
+    """Return the times of ExecuTorch files beside ExecuTorch's float32, and what their certificates say."""
+    result = read("executorch")
+    plain = next(row for row in result["rows"] if row["bits"] == "fp32")
+    lines = []
+    for row in result["rows"]:
+        ours = "native_cpu_ms" in row
+        lines.append([row["bits"].upper(), f"{row['cpu_ms']:.1f}", f"{row['cpu_ms'] / plain['cpu_ms']:.2f}"])
+        lines[-1] += [f"{row['native_cpu_ms']:.1f}" if ours else "", f"{row['bytes'] / 1e6:.2f}"]
+        lines[-1] += [f"{row['argmax_changed']} of {result['images']}" if ours else ""]
+        lines[-1] += [f"{row['error']['median']:.1e}" if ours else "", f"{row['own_error']:.1e}" if ours else ""]
+        lines[-1] += [f"{100 * row['top1']:.1f} %"]
+    heads = ["bits", "CPU [ms]", "of float32", "adalog's kernels [ms]", "file [MB]", "other predictions"]
+    certified = sum(row.get("passed", False) for row in result["rows"])
+    note = (
+        f"{result['model']}, method {result['method']}, one image on one thread, all ways in turn in one run. CPU: the "
+        "median CPU time in ExecuTorch. Other predictions: images whose largest output differs from the artifact's. "
+        "Median error: of the outputs, relative to the artifact's. Own error: the artifact's, if its inputs move by a "
+        f"millionth. {certified} of {len(lines) - 1} certificates passed. ExecuTorch "
+        f"{result['machine']['executorch']}. {source('executorch')}"
+    )
+    return f"{markdown_table([*heads, 'median error', 'own error', 'top-1'], lines)}\n\n{note}"
+
+
 def gpu_table() -> str:
     """Return what adalog takes on a GPU; parts of it were measured at an earlier commit."""
     return "\n\n".join(_gpu_table(name) for name in ("gpu", "gpu-search") if exists(name))

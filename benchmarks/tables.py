@@ -53,6 +53,8 @@ TABLES = (
     ("docs/benchmarks/speed.md", "ranks table", speed_tables.ranks_table),
     ("docs/how-to/run-on-a-gpu.md", "gpu table", speed_tables.gpu_table),
     ("docs/how-to/run-in-the-browser.md", "web table", speed_tables.web_table),
+    ("docs/how-to/run-on-a-phone.md", "engines table", accuracy_tables.engines_table),
+    ("docs/how-to/run-on-a-phone.md", "executorch table", speed_tables.executorch_table),
     ("docs/benchmarks/executors.md", "executors table", speed_tables.executors_table),
     ("docs/benchmarks/exports.md", "export table", speed_tables.export_table),
     ("docs/benchmarks/cost.md", "cost table", search_tables.cost_table),

@@ -57,7 +57,7 @@ def write(quantize):
 
 
 @present
-@pytest.mark.parametrize("bits", ["w8a8", "w4a8", "w8a6"])
+@pytest.mark.parametrize("bits", ["w8a8", *(pytest.param(bits, marks=pytest.mark.slow) for bits in ("w4a8", "w8a6"))])
 def test_files_have_certificates(bits, quantize, write, images):
     found = export.certify_executorch(quantize(bits), "digest", write(bits), [(images,)], executor="reference")
     assert found.passed, found.text()
@@ -68,6 +68,7 @@ def test_files_have_certificates(bits, quantize, write, images):
 
 
 @present
+@pytest.mark.slow
 def test_weights_of_four_bits_take_half_of_the_bytes(write):
     saved = len(write("w8a8")) - len(write("w4a8"))
     assert saved >= (48 + 5) * 16 // 2 - 64  # those of the linears; alignment may add some bytes
@@ -83,6 +84,7 @@ def test_metadata_says_what_the_file_was_made_from(write, images):
 
 
 @present
+@pytest.mark.slow
 def test_certificates_notice_other_artifacts_and_changed_files(quantize, write, images):
     content = bytearray(write("w8a8"))
     found = export.certify_executorch(quantize("w8a8"), "another", bytes(content), [(images,)])
@@ -103,13 +105,14 @@ def _linear(quantized):
 
 
 @present
+@pytest.mark.slow
 def test_the_commands(tmp_path, monkeypatch, capsys, quantize):
     artifact, file = tmp_path / "toy.safetensors", tmp_path / "toy.pte"
     QuantizedModel(quantize()).save(artifact)
     code, error = call(monkeypatch, capsys, "export", artifact, "--to", "executorch", "-o", tmp_path / "toy.onnx")
     assert code == 2
     assert "give --out NAME.pte" in error
-    told = json.loads(say(monkeypatch, capsys, "export", artifact, "--to", "executorch", "-o", file, "--json", "-")[0])
+    told = json.loads(say(monkeypatch, capsys, "export", artifact, "--to", "executorch", "-o", file, "--json", "-"))
     assert told["files"] == {str(file): file.stat().st_size}
     assert told["certificates"][0]["passed"]
     assert executorch.read_notes(file.read_bytes())["artifact"] == told["certificates"][0]["digests"]["artifact"]

@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -183,8 +185,8 @@ def lowered(module: nn.Module, inputs: tuple[Tensor, ...], methods: Mapping[str,
 
     methods: texts that methods of these names return. Raises ArtifactError if ExecuTorch cannot translate the module.
     """
-    exir = extra_module("executorch.exir", "executorch")
-    partitioner = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
+    exir = package("executorch.exir")
+    partitioner = package("executorch.backends.xnnpack.partition.xnnpack_partitioner")
     importlib.import_module(_OPERATORS)
     try:
         with quietly():
@@ -235,13 +237,18 @@ def read_notes(content: bytes) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that write files. Raises DataError if one is missing."""
-    extra_module("executorch.exir", "executorch")
-    metadata = importlib.import_module("importlib.metadata")
+    package("executorch.exir")
     return {"adalog": version.__version__, "torch": torch.__version__, "executorch": metadata.version("executorch")}
 
 
+def package(name: str) -> ModuleType:
+    """Import a module of ExecuTorch. Raises DataError if it is not installed or cannot be imported."""
+    with quietly():
+        return extra_module(name, "executorch")
+
+
 def _method(content: bytes, name: str) -> Any:
-    runtime = extra_module("executorch.runtime", "executorch")
+    runtime = package("executorch.runtime")
     try:
         with quietly():
             return runtime.Runtime.get().load_program(content).load_method(name)
