@@ -13,7 +13,7 @@ from adalog.runtime import EXECUTORS
 from adalog.version import source_hash
 
 NEEDED = ("adalog", "torch", "numpy", "safetensors")
-OPTIONAL = ("timm", "torchvision", "transformers", "onnx", "onnxruntime", "openvino", "nncf")
+OPTIONAL = ("timm", "torchvision", "transformers", "onnx", "onnxruntime", "openvino", "nncf", "executorch")
 # The processor features that kernels use, as Linux names them.
 FEATURES = (
     "avx2",
