@@ -172,7 +172,9 @@ class CountedError(ProductError):
     def sample(self, rows: int, times: int = 1) -> ProductError:
         some = super().sample(rows, times)
         # The base has the same rows, or columns, as the sample.
-        return some if some is self else replace(some, share=self.share * some.base.numel() / self.base.numel())
+        return (
+            some if some is self else replace(some, share=self.share * some.form.base.numel() / self.form.base.numel())
+        )
 
     def of_rows(self, rows: slice | Tensor) -> ProductError:
         some = super().of_rows(rows)

@@ -14,6 +14,7 @@ from torch import Tensor
 from adalog.calibration.calibration import Calibration, Searched
 from adalog.graph.activations import GELUS, POWER_LAW_ACTIVATIONS
 from adalog.search.bounds import Search, judges, minimise
+from adalog.search.forms import Gram
 from adalog.search.objective import ProductError
 from adalog.search.operand import Operand
 from adalog.search.strategies import Loss, best_points, grid
@@ -102,7 +103,7 @@ def landscapes(searched: Searched, search: Search, *, size: int = 48, jobs: int 
         given = (values, *transposed, one.format.own_dims, mask, one.alike)
         error = ProductError.of(*given)
         # With a Gram matrix, losses on a sample are off by a constant. A search may ignore it, but a picture may not.
-        true = ProductError.of(*given, gram=False) if error.gram else error
+        true = ProductError.of(*given, gram=False) if isinstance(error.form, Gram) else error
         title = f"{side} operand, {_format_words(one)}{which}"
         result.append(_landscape(title, one, error, true, search, size, jobs))
     return result

@@ -57,7 +57,7 @@ from adalog.detection import demo as detector_demo
 from adalog.inputs import demo
 from adalog.inputs.demo.model import DemoViT
 from adalog.quantizers import Assignment, LogQuantizer, UniformQuantizer, elementwise
-from adalog.search import objective
+from adalog.search import forms, objective
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
 
@@ -648,7 +648,7 @@ def test_irreducible_products_are_counted():
 
 def test_what_a_search_does_is_counted_and_switched_off(monkeypatch):
     """Products in bfloat16, compiled kernels, and candidates that are scored on a sample of the rows."""
-    monkeypatch.setattr(objective, "multiplies_bfloat16", lambda device: True)
+    monkeypatch.setattr(forms, "multiplies_bfloat16", lambda device: True)
     monkeypatch.setattr(objective, "_ROUGH_ELEMENTS", 0)
     search = Search(steps=0, refit=False, rough_rows=128)
 

@@ -28,6 +28,7 @@ from adalog.quantizers import (
 from adalog.search import bounds
 from adalog.search.bounds import Search, best_ranges, minimise, point_of, search_own
 from adalog.search.bounds import search_channels as search_stacked_channels
+from adalog.search.forms import Sample
 from adalog.search.objective import ProductError
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
@@ -58,13 +59,13 @@ def sampled(monkeypatch):
     """Samples of as few rows as the search says; the strides that were taken from now on."""
     monkeypatch.setattr(adalog.search.objective, "_ROUGH_ELEMENTS", 1)
     taken = []
-    rows = adalog.search.objective.ProductError._rows
+    every = Sample.every
 
-    def recorded(error, stride):
+    def recorded(stride, *rest):
         taken.append(stride)
-        return rows(error, stride)
+        return every(stride, *rest)
 
-    monkeypatch.setattr(adalog.search.objective.ProductError, "_rows", recorded)
+    monkeypatch.setattr(Sample, "every", recorded)
     return taken
 
 
@@ -126,7 +127,7 @@ def test_a_stack_takes_as_many_operations_as_one_product(problem):
 @pytest.mark.parametrize("fast", [False, True], ids=["exact", "bfloat16"])
 def test_error_never_rises_however_few_rows_are_looked_at(problem, fast, sampled, monkeypatch):
     """The winner of each search meets the incumbent on all rows, in full precision."""
-    monkeypatch.setattr(adalog.search.objective, "multiplies_bfloat16", lambda _: fast)
+    monkeypatch.setattr(adalog.search.forms, "multiplies_bfloat16", lambda _: fast)
     left, right = (replace(side, values=side.values.float()) for side in many_rows(problem))
     search = replace(SMALL, rough_rows=40)
     errors = [error_of(found_by(left, right, replace(search, rounds=rounds)), left, right) for rounds in (1, 2)]
@@ -136,7 +137,7 @@ def test_error_never_rises_however_few_rows_are_looked_at(problem, fast, sampled
 
 @every_problem
 def test_a_search_of_samples_is_deterministic(problem, sampled, monkeypatch):
-    monkeypatch.setattr(adalog.search.objective, "multiplies_bfloat16", lambda _: True)
+    monkeypatch.setattr(adalog.search.forms, "multiplies_bfloat16", lambda _: True)
     left, right = (replace(side, values=side.values.float()) for side in many_rows(problem))
     search = replace(SMALL, rough_rows=40, rounds=2)
     first, second = (found_by(left, right, search) for _ in range(2))

@@ -39,8 +39,9 @@ from adalog.quantizers import (
     symmetric_zero_point,
 )
 from adalog.search import AnySearch, Needs
+from adalog.search.forms import error_base, gains_from_bfloat16
 from adalog.search.fused import products, uniform_errors
-from adalog.search.objective import Errors, error_base, gains_from_bfloat16
+from adalog.search.objective import Errors
 from adalog.search.operand import Operand
 from adalog.search.product import Product
 from adalog.search.quantiles import coprime

@@ -43,7 +43,7 @@ from adalog.graph.rewrite import Assigned, Made, SiteGroup, exact_bias, rewritte
 from adalog.graph.sites import find_pieces
 from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, UniformQuantizer, decibels
 from adalog.quantizers.elementwise import codes_in_turn
-from adalog.search.objective import gram_matrix
+from adalog.search.forms import gram_matrix
 
 # Every n-th image is held out of a fit to choose its ridge strength. If there are no more images than n, none is.
 _HELD_OUT = 4

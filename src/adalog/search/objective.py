@@ -16,25 +16,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from adalog.device import chunk_elements, multiplies_bfloat16, waits_for_launches
+from adalog.device import chunk_elements, waits_for_launches
 from adalog.quantizers import at_least_float32
 from adalog.quantizers.elementwise import kernels
 from adalog.search.distinct import Distinct
-from adalog.search.fused import products, sums
-from adalog.search.quantiles import ascending, coprime, thinned
+from adalog.search.forms import Change, Exact, Form, Gram, Leading, Sample, gains_from_bfloat16, same
+from adalog.search.quantiles import ascending, thinned
 
 # A sample has at least this many elements per group, and at least as many rows as the caller asks for.
 _ROUGH_ELEMENTS = 3 << 14
-# A product with fewer columns than this takes less time than the rounding of its operand to bfloat16.
-_NARROW = 16
 # A sample of a product's columns has at least this many columns.
 _COLUMNS = 16
-# From `_WIDE` columns on, a Gram matrix is approximated by one direction per `_COLUMNS_OF_DIRECTION` columns, but by
-# `_DIRECTIONS` at most.
-_WIDE, _COLUMNS_OF_DIRECTION, _DIRECTIONS = 192, 3, 512
-# A large Gram matrix is computed in panels of at least `_PANEL` rows, and in at most `_PANELS` panels.
-_PANEL, _PANELS = 64, 8
-_PANEL_OF_ACCELERATOR = 1024  # with fewer rows, launches cost more than products
+# From this many columns on, a Gram matrix is approximated by its leading directions.
+_WIDE = 192
 # A weight's rows are sorted by their number of distinct candidates and scored in up to `_PARTS` parts, each with at
 # least `_ROWS_TOGETHER` rows.
 _PARTS, _ROWS_TOGETHER = 8, 32
@@ -48,24 +42,17 @@ class ProductError:
     """The output error of a product as a function of its left operand's quantizer (Sec. 3.4, Algorithm 1's loss).
 
     left: (*batch, T, I).
-    base: left @ (right_hat - right), times right_hat^T if the Gram matrix is used (`gram`).
-    factor: right_hat (*batch, I, O), or its Gram matrix right_hat right_hat^T (*batch, I, I).
-    constant: ||left (right_hat - right)||^2, which is the same for all candidates.
+    form: the formula of the loss.
     own_dims: the dimensions of `left` that have losses of their own (rows of a weight, heads). The error is summed over
         all others.
     mask, alike, stacked: as in `of`.
-    rest: (1, I) and (T, I), the parts that `leading` leaves out of the Gram matrix (only its diagonal) and of `base`.
     """
 
     left: Tensor
-    factor: Tensor
-    base: Tensor
-    constant: Tensor
-    gram: bool
+    form: Form
     own_dims: tuple[int, ...]
     mask: Tensor | None = None
     alike: bool = True
-    rest: tuple[Tensor, Tensor] | None = None
     stacked: bool = False
 
     @staticmethod
@@ -88,55 +75,15 @@ class ProductError:
             each group.
         stacked: True if the first dimension counts products that are searched together.
         """
-        gram = right.shape[-1] > left.shape[-1] if gram is None else gram
         own = tuple(own_dims)
         left, right, right_hat = (at_least_float32(value) for value in (left, right, right_hat))  # squares overflow
-        factor, transposed = right_hat, right_hat.transpose(-1, -2)
-        if gram and left.shape[-2] >= left.shape[-1]:  # few columns: multiply right operands first
-            error, wide = right_hat - right, left.double()
-            power = gram_matrix(error).double()
-            constant = _total((wide @ power).mul_(wide), own).to(left.dtype)  # large values of `left` may cancel
-            base, factor = left @ (error @ transposed), gram_matrix(right_hat)
-        else:
-            base = error_base(left, right, right_hat)
-            constant = _total(base.square(), own)
-            if gram:
-                base, factor = base @ transposed, gram_matrix(right_hat)
-        return ProductError(left, factor, base, constant, gram, own, mask, alike, stacked=stacked)
+        gram = right.shape[-1] > left.shape[-1] if gram is None else gram
+        form = Gram.of(left, right, right_hat, own) if gram else Exact.of(left, right, right_hat)
+        return ProductError(left, form, own, mask, alike, stacked)
 
     def fast(self) -> "ProductError":
-        """Return the same error with products in bfloat16, if the device supports them and they take less time.
-
-        Rounding changes each factor by a share of 2**-9 at most, and sums average that out. A Gram matrix is replaced
-        by its root (`rooted`). If the matrix itself were rounded, it might have directions of negative power, along
-        which large errors would seem to reduce the loss. With the root, losses are off by one constant in each group.
-        """
-        if not gains_from_bfloat16(self.factor):
-            return self
-        error = self.rooted() if self.gram else self
-        rest = None if error.rest is None else (error.rest[0].bfloat16(), error.rest[1])
-        return replace(error, factor=error.factor.bfloat16(), rest=rest)
-
-    def rooted(self) -> "ProductError":
-        """Return the error in terms of a root F of its Gram matrix G = F F^T, up to one constant in each group.
-
-        With e the quantization error of a row and b its part of `base`, e G e^T + 2 b e^T = ||e F + b F^-T||^2 - const.
-        Many equal rows, as in blank images, leave more rounding noise in G than a Cholesky factorization tolerates. The
-        root is then made of the eigenvectors of G, with no less power than the rounding noise.
-        """
-        gram, number = self.factor.double(), torch.finfo(self.factor.dtype)
-        ones = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-        rounding = gram.diagonal(dim1=-2, dim2=-1).amax(-1) * (number.eps * len(ones)) + number.tiny  # in G's products
-        root, failed = torch.linalg.cholesky_ex(gram + rounding[..., None, None] * ones)
-        if failed.any():
-            power, turn = torch.linalg.eigh(gram)
-            length = torch.maximum(power, rounding[..., None]).sqrt()[..., None, :]
-            root, base = turn * length, self.base @ (turn / length).to(self.base.dtype)
-        elif self.base.shape[-2] < len(ones):
-            base = torch.linalg.solve_triangular(root.mT, self.base.double(), upper=True, left=False)
-        else:
-            base = self.base @ torch.linalg.solve_triangular(root.mT, ones, upper=True).to(self.base.dtype)
-        return replace(self, factor=root.to(self.factor.dtype), base=base.to(self.base.dtype), gram=False)
+        """Return the same error with products in bfloat16, if the device supports them and they take less time."""
+        return replace(self, form=self.form.in_bfloat16()) if gains_from_bfloat16(self.form.factor) else self
 
     def sample(self, rows: int, times: int = 1) -> "ProductError":
         """Return the error on a sample of about `times` * `rows` tokens per loss, at even distances.
@@ -145,88 +92,50 @@ class ProductError:
         result is the whole error. Tokens are the rows of the operand if these are alike. If the rows are channels, a
         few large ones decide, so they are not sampled: tokens are then the columns of the product.
         """
-        *_, length, width = self.left.shape
         groups = math.prod(self.left.shape[dim] for dim in self.own_dims)
         if not self.alike:
-            tokens, columns = self.left[..., 0, 0].numel() // groups * self.factor.shape[-1], self.factor.shape[-1]
+            columns = self.form.factor.shape[-1]
+            tokens = self.left[..., 0, 0].numel() // groups * columns
             stride = min(tokens // (times * max(rows, 1)), columns // _COLUMNS)
-            return self if self.gram or stride < 2 or self._of_weight else self._columns(stride)
-        summed = [dim for dim in range(self.left.ndim - 1) if dim not in self.own_dims]
-        stride = self.left[..., 0].numel() // groups // (times * max(rows, _ROUGH_ELEMENTS // width))
-        if stride < 2 or self.left.ndim - 2 not in summed:
+            if isinstance(self.form, Exact) and stride >= 2 and not self._of_weight:
+                return replace(self, form=self.form.columns(stride))
             return self
-        sparse = coprime(max(1, min(stride, length // 16)), length)  # if rows are few, skip whole matrices instead
-        some = self._every(summed[0], stride // sparse) if len(summed) > 1 and stride // sparse > 1 else self
-        return some._rows(sparse)
+        stride = self.left[..., 0].numel() // groups // (times * max(rows, _ROUGH_ELEMENTS // self.left.shape[-1]))
+        if stride < 2 or self.left.ndim - 2 not in self._summed:
+            return self
+        some = Sample.every(stride, self.left, self._summed)
+        return self._part(some.of_rows, some.of_matrices)
 
     def leading(self) -> "ProductError":
         """Return the error of a weight by its Gram matrix's leading directions and the diagonal of the remainder.
 
-        There is one direction for every `_COLUMNS_OF_DIRECTION` columns, up to `_DIRECTIONS`. If there are few columns
-        or no Gram matrix, the result is the error itself. The errors of different columns are nearly independent, so
-        the remainder nearly cancels except on its diagonal. The part that is linear in the error is exact. The
-        directions come from one step of subspace iteration.
+        If there are few columns or no Gram matrix, the result is the error itself.
         """
-        gram, columns = self.factor, self.left.shape[-1]
-        if not self.gram or not self._of_weight or columns < _WIDE:
+        if not isinstance(self.form, Gram) or not self._of_weight or self.left.shape[-1] < _WIDE:
             return self
-        count, drawing = min(columns // _COLUMNS_OF_DIRECTION, _DIRECTIONS), torch.Generator("cpu").manual_seed(0)
-        drawn = torch.randn(columns, count, generator=drawing, dtype=gram.dtype, device="cpu").to(gram.device)
-        basis = torch.linalg.qr(gram @ torch.linalg.qr(gram @ drawn).Q).Q
-        # In float64, since LAPACK's float32 may not converge if nearly all inputs are zero.
-        power, turn = (each.to(gram.dtype) for each in torch.linalg.eigh((basis.mT @ gram @ basis).double()))
-        directions, number = basis @ turn, torch.finfo(power.dtype)
-        length = torch.maximum(power, (power[..., -1:] * number.eps).clamp(min=number.tiny)).sqrt().unsqueeze(-2)
-        factor, base = directions * length, (self.base @ directions) / length
-        diagonal = (gram.diagonal(dim1=-2, dim2=-1) - factor.square().sum(-1)).clamp(min=0).unsqueeze(-2)
-        left_out = diagonal, self.base - base @ factor.mT
-        return replace(self, factor=factor.contiguous(), base=base, gram=False, rest=left_out)
+        return replace(self, form=Leading.of(self.form))
 
-    def _columns(self, stride: int) -> "ProductError":
-        """Return the error on every `stride`-th column of the product."""
-        factor, base = (value[..., ::stride].contiguous() for value in (self.factor, self.base))
-        return replace(self, factor=factor, base=base)
-
-    def _every(self, dim: int, stride: int) -> "ProductError":
-        """Return the error on about every `stride`-th index of a dimension that the operands share."""
-        stride = coprime(stride, self.left.shape[dim])
-        take = (slice(None),) * dim + (slice(None, None, stride),)
-        mask = None if self.mask is None else self.mask[take]
-        return replace(self, left=self.left[take], factor=self.factor[take], base=self.base[take], mask=mask)
-
-    def _rows(self, stride: int) -> "ProductError":
-        """Return the error on every `stride`-th row, with the same number of rows from each matrix.
-
-        The count goes on from matrix to matrix, so that the first row differs from one matrix to the next.
-        """
-        *lead, length, _ = self.left.shape
-        start = (torch.arange(math.prod(lead), device=self.left.device) * -length) % stride
-        row = start[:, None] + stride * torch.arange(length // stride, device=self.left.device)
-        row = row.view(*lead, -1, 1)
-
-        def take(values: Tensor) -> Tensor:
-            return values.gather(-2, row.expand(*row.shape[:-1], values.shape[-1]))
-
-        mask = None if self.mask is None else take(self.mask)
-        return replace(self, left=take(self.left), base=take(self.base), mask=mask)
+    def _part(self, rows: Change, matrices: Change = same, groups: Change = same) -> "ProductError":
+        """Return the error of a part of the operand. The arguments are those of `Form.map`."""
+        mask = None if self.mask is None else rows(self.mask)
+        return replace(self, left=rows(self.left), mask=mask, form=self.form.map(rows, matrices, groups))
 
     def splits(self) -> "list[ProductError]":
         """Split a large operand along the first dimension that is summed over; the errors of the slices add up."""
-        summed = [dim for dim in range(self.left.ndim - 1) if dim not in self.own_dims]
         count = -(-self.left.numel() // (2 * chunk_elements(self.left.device)))
-        if count == 1 or not summed:
+        if count == 1 or not self._summed:
             return [self]
-        dim = summed[0]
-        shared = dim >= self.factor.ndim - 2  # slices of a product's rows share the factor
+        dim = self._summed[0]
         size = -(-self.left.shape[dim] // count)
-        lefts, bases = self.left.split(size, dim), self.base.split(size, dim)
-        factors = [self.factor] * len(lefts) if shared else self.factor.split(size, dim)
-        masks = [None] * len(lefts) if self.mask is None else self.mask.split(size, dim)
-        constants = [self.constant] + [torch.zeros_like(self.constant)] * (len(lefts) - 1)
-        return [
-            replace(self, left=left, factor=factor, base=base, constant=constant, mask=mask)
-            for left, factor, base, constant, mask in zip(lefts, factors, bases, constants, masks, strict=True)
-        ]
+        shared = dim >= self.left.ndim - 2  # slices of a product's rows share the factor
+
+        def split(start: int) -> ProductError:
+            def take(values: Tensor) -> Tensor:
+                return values.narrow(dim, start, min(size, values.shape[dim] - start))
+
+            return self._part(take, same if shared else take, torch.zeros_like if start else same)
+
+        return [split(start) for start in range(0, self.left.shape[dim], size)]
 
     def by_rows(self) -> "list[ProductError]":
         """Split the rows of a large operand into slices, if each row has its own loss, as in a weight."""
@@ -240,8 +149,7 @@ class ProductError:
     def of_rows(self, rows: slice | Tensor) -> "ProductError":
         """Return the error of some rows. Each row must have its own loss."""
         which = (slice(None), rows) if self.stacked else rows
-        rest = None if self.rest is None else (self.rest[0], self.rest[1][which])
-        return replace(self, left=self.left[which], base=self.base[which], constant=self.constant[which], rest=rest)
+        return self._part(lambda values: values[which], groups=lambda values: values[which])
 
     def loss(self, candidates: Candidates, points: Tensor) -> Tensor:
         """Return the squared output error (K, *groups) of the points (K, P, *groups)."""
@@ -250,7 +158,7 @@ class ProductError:
     def loss_of(self, errors: Errors, points: Tensor) -> Tensor:
         """Return the same as `loss`, for candidates given by their errors."""
         chunk = max(1, chunk_elements(self.left.device) // self.left.numel())
-        return torch.cat([self._score(errors(some, self.factor.dtype)) for some in points.split(chunk)])
+        return torch.cat([self._score(errors(some, self.form.factor.dtype)) for some in points.split(chunk)])
 
     def loss_by(self, errors: Callable[[Tensor], Errors]) -> Callable[[Tensor], Tensor]:
         """Return a function with the same result as `loss` that works slice by slice (`splits`).
@@ -300,49 +208,15 @@ class ProductError:
     def _has_own_rows(self) -> bool:
         return self._of_weight and self.own_dims == tuple(range(self.left.ndim - 1)) and self.mask is None
 
+    @property
+    def _summed(self) -> list[int]:
+        """The dimensions of the operand, except its columns, that losses are summed over."""
+        return [dim for dim in range(self.left.ndim - 1) if dim not in self.own_dims]
+
     def _score(self, delta: Tensor) -> Tensor:
         if self.mask is not None:
             delta.mul_(self.mask)
-        total = sums(products(delta, self.factor), self.base, delta if self.gram else None, self.own_dims)
-        if self.rest is not None:
-            diagonal, base = self.rest
-            total += sums(delta * diagonal, base, delta, self.own_dims)
-        return total + self.constant if self.gram else total
-
-
-def gains_from_bfloat16(factor: Tensor) -> bool:
-    """Return True if a product with this right factor (..., I, O) takes less time in bfloat16."""
-    able = factor.dtype == torch.float32 and multiplies_bfloat16(factor.device)
-    return able and factor.shape[-1] >= _NARROW
-
-
-def gram_matrix(rows: Tensor) -> Tensor:
-    """Return the products of all rows with each other: (..., R, R) for rows (..., R, T).
-
-    The part that mirrors another one is copied, not multiplied.
-    """
-    count = rows.shape[-2]
-    size = max(_PANEL_OF_ACCELERATOR if waits_for_launches(rows.device) else _PANEL, -(-count // _PANELS))
-    if count <= size:
-        return rows @ rows.mT
-    found = rows.new_empty((*rows.shape[:-1], count))
-    for start in range(0, count, size):
-        end = min(start + size, count)
-        panel = rows[..., start:end, :] @ rows[..., :end, :].mT
-        found[..., start:end, :end] = panel
-        found[..., :start, start:end] = panel[..., :start].mT
-    return found
-
-
-def error_base(left: Tensor, right: Tensor, right_hat: Tensor) -> Tensor:
-    """Return left @ (right_hat - right), the output error that the right operand alone causes, for the error form."""
-    return left @ (right_hat - right)
-
-
-def _total(values: Tensor, own_dims: tuple[int, ...]) -> Tensor:
-    """Return the sum over all dimensions except `own_dims`."""
-    dims = [dim for dim in range(values.ndim) if dim not in own_dims]
-    return values.sum(dims) if dims else values
+        return self.form.losses(delta, self.own_dims)
 
 
 class OwnError:

@@ -16,7 +16,7 @@ from adalog.quantizers import (
     at_least_float32,
     decibels,
 )
-from adalog.search.objective import error_base
+from adalog.search.forms import error_base
 from adalog.search.operand import Operand
 
 # The error is computed for this many outputs of a product at a time.
