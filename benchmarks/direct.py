@@ -21,7 +21,7 @@ from torch import Tensor
 
 from adalog.baselines import ReleasedSearch, TwinUniformQuantizer
 from adalog.quantizers import Assignment, LogQuantizer, Quantizer, UniformQuantizer, log_levels
-from adalog.search.fused import sums, uniform_errors
+from adalog.quantizers.fused import sums, uniform_errors
 from adalog.search.operand import Operand
 from adalog.search.product import Product
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from adalog.quantizers import UniformQuantizer, bounds_to_uniform, elementwise, uniform
-from adalog.search import fused, objective
+from adalog.quantizers import UniformQuantizer, bounds_to_uniform, elementwise, fused, uniform
+from adalog.search import objective
 from adalog.search.objective import OwnError
 from test_elementwise import KINDS, SPECIAL, block, chosen, normal, parameters, row_by_row
 

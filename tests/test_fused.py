@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adalog import library
-from adalog.quantizers import UniformQuantizer, elementwise
-from adalog.search import fused
+from adalog.quantizers import UniformQuantizer, elementwise, fused
 
 SHAPES = [
     ((7, 33), ()),

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import adalog.search.objective
 from adalog.quantizers import log_levels, log_thresholds, uniform_fake_quantize
+from adalog.quantizers.quantiles import coprime, quantiles, thinned
 from adalog.search.forms import Gram
 from adalog.search.objective import OwnError, ProductError
-from adalog.search.quantiles import coprime, quantiles, thinned
 from strategies import R, log_fake_quantize, normal
 
 STEPS = torch.tensor([0.01, 0.1, 0.5, 2.0], dtype=torch.float64)
@@ -378,7 +378,7 @@ def test_a_stride_meets_every_column(stride, width):
 
 @pytest.mark.parametrize("channels", [96, 192])
 def test_a_thinned_sample_holds_every_channel(channels, monkeypatch):
-    monkeypatch.setattr("adalog.search.quantiles.SORTED_ELEMENTS", 4096)
+    monkeypatch.setattr("adalog.quantizers.quantiles.SORTED_ELEMENTS", 4096)
     values = torch.arange(channels).repeat(500, 1)  # (T, C): each value is its channel's number
     some = thinned(values.reshape(1, -1))
     assert 2048 <= some.numel() <= 8192
@@ -387,8 +387,8 @@ def test_a_thinned_sample_holds_every_channel(channels, monkeypatch):
 
 
 def test_quantiles_of_a_thinned_sample_keep_the_extremes(monkeypatch):
-    monkeypatch.setattr("adalog.search.quantiles.SORTED_ELEMENTS", 1000)
-    monkeypatch.setattr("adalog.search.quantiles._SORTED_OF_ROW", 500)
+    monkeypatch.setattr("adalog.quantizers.quantiles.SORTED_ELEMENTS", 1000)
+    monkeypatch.setattr("adalog.quantizers.quantiles._SORTED_OF_ROW", 500)
     sample = torch.randn(2, 20001, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sample[0, 1], sample[1, 2] = 99.0, -99.0
     assert 400 <= thinned(sample).shape[1] <= 501
@@ -399,8 +399,8 @@ def test_quantiles_of_a_thinned_sample_keep_the_extremes(monkeypatch):
 
 
 def test_a_thinned_sample_holds_so_many_values_of_each_row(monkeypatch):
-    monkeypatch.setattr("adalog.search.quantiles.SORTED_ELEMENTS", 4096)
-    monkeypatch.setattr("adalog.search.quantiles._SORTED_OF_ROW", 512)
+    monkeypatch.setattr("adalog.quantizers.quantiles.SORTED_ELEMENTS", 4096)
+    monkeypatch.setattr("adalog.quantizers.quantiles._SORTED_OF_ROW", 512)
     for rows, most in ((1, 4096), (4, 1024), (8, 512), (100, 512)):
         some = thinned(torch.arange(5000).repeat(rows, 1))
         assert some.shape[0] == rows

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adalog import Calibration, Config
 from adalog.calibration.operands import formats_of, with_rows
 from adalog.graph.convolution import conv_geometry, patches
-from adalog.search.quantiles import coprime
+from adalog.quantizers.quantiles import coprime
 from toys import Toy
 
 CHANNELS, SIZE, COUNT = 16, 64, 4

@@ -10,8 +10,7 @@ import torch
 from adalog import Config
 from adalog.baselines import RangeSearch, ranges
 from adalog.config import power_law_format
-from adalog.quantizers import Fold
-from adalog.search import quantiles
+from adalog.quantizers import Fold, quantiles
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
 from problems import assert_close, pick, rounded

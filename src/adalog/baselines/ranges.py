@@ -31,10 +31,10 @@ from adalog.quantizers import (
     symmetric_zero_point,
     uniform_fake_quantize,
 )
+from adalog.quantizers.quantiles import quantiles
 from adalog.search import AnySearch, Needs
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
-from adalog.search.quantiles import quantiles
 from adalog.search.strategies import first_least
 
 Sharing = Literal["none", "mean", "power-of-two"]

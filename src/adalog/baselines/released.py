@@ -38,12 +38,12 @@ from adalog.quantizers import (
     symmetric_zero_point,
     uniform_fake_quantize,
 )
+from adalog.quantizers.fused import sums, uniform_errors
+from adalog.quantizers.quantiles import QUANTILE_LIMIT, quantiles
 from adalog.search import AnySearch
-from adalog.search.fused import sums, uniform_errors
 from adalog.search.objective import Errors, ProductError
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
-from adalog.search.quantiles import QUANTILE_LIMIT, quantiles
 from adalog.search.strategies import Loss
 
 POINTS = 128  # n, the number of candidates in every step

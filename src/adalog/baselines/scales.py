@@ -38,13 +38,13 @@ from adalog.quantizers import (
     symmetric_scale,
     symmetric_zero_point,
 )
+from adalog.quantizers.fused import products, uniform_errors
+from adalog.quantizers.quantiles import coprime
 from adalog.search import AnySearch, Needs
 from adalog.search.forms import error_base, gains_from_bfloat16
-from adalog.search.fused import products, uniform_errors
 from adalog.search.objective import Errors
 from adalog.search.operand import Operand
 from adalog.search.product import Product
-from adalog.search.quantiles import coprime
 
 Metric = Literal["squared", "cosine", "hessian"]
 

@@ -16,7 +16,7 @@ from adalog.errors import CalibrationError
 from adalog.graph.program import Node, Program
 from adalog.graph.stretches import NEVER, live_bytes, passed_bytes, peak_bytes
 from adalog.graph.tracing import size_in_bytes
-from adalog.search.quantiles import coprime
+from adalog.quantizers.quantiles import coprime
 
 LEAST_ROWS = 1024  # the least number of rows kept of a value; all rows are kept if it has fewer
 

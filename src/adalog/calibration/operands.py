@@ -19,9 +19,9 @@ from adalog.graph.program import Program
 from adalog.graph.rewrite import SiteGroup
 from adalog.graph.sites import Pair, Site
 from adalog.quantizers import FLOAT_BITS, Fold, at_least_float32
+from adalog.quantizers.quantiles import coprime
 from adalog.search.bounds import Search
 from adalog.search.operand import Format, Operand
-from adalog.search.quantiles import coprime
 
 OperandKind = Literal["weight", "activation", "softmax", "input"]
 _BYTES_PER_ELEMENT = 16  # approximate bytes of a search's temporaries per element (`_product_elements`)

@@ -19,7 +19,7 @@ from adalog.graph.program import Node, Program, Ref
 from adalog.graph.sites import Block
 from adalog.graph.stretches import cut, peak_bytes
 from adalog.graph.tracing import Axis, image_axes, keeps_images_apart, size_in_bytes, sizes, trace
-from adalog.search.quantiles import coprime
+from adalog.quantizers.quantiles import coprime
 
 Chunk = dict[str, Tensor]  # the program's inputs and other values, by name, for some of the images
 

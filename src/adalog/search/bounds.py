@@ -18,12 +18,12 @@ from adalog.quantizers import (
     UniformQuantizer,
     bounds_to_uniform,
 )
+from adalog.quantizers.quantiles import coprime
 from adalog.search import AnySearch, Needs
 from adalog.search.distinct import once
 from adalog.search.objective import OwnError, ProductError
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
-from adalog.search.quantiles import coprime
 from adalog.search.strategies import (
     Loss,
     alternating,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from adalog.device import multiplies_bfloat16, waits_for_launches
-from adalog.search.fused import products, sums
-from adalog.search.quantiles import coprime
+from adalog.quantizers.fused import products, sums
+from adalog.quantizers.quantiles import coprime
 
 # A product with fewer columns than this takes less time than the rounding of its operand to bfloat16.
 _NARROW = 16

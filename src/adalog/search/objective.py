@@ -19,9 +19,9 @@ from torch import Tensor
 from adalog.device import chunk_elements, waits_for_launches
 from adalog.quantizers import at_least_float32
 from adalog.quantizers.elementwise import kernels
+from adalog.quantizers.quantiles import ascending, thinned
 from adalog.search.distinct import Distinct
 from adalog.search.forms import Change, Exact, Form, Gram, Leading, Sample, gains_from_bfloat16, same
-from adalog.search.quantiles import ascending, thinned
 
 # A sample has at least this many elements per group, and at least as many rows as the caller asks for.
 _ROUGH_ELEMENTS = 3 << 14

@@ -18,9 +18,9 @@ from adalog.quantizers import (
     bounds_to_uniform,
     log_steps,
 )
-from adalog.search.fused import shaped_against, table_errors, uniform_errors
+from adalog.quantizers.fused import shaped_against, table_errors, uniform_errors
+from adalog.quantizers.quantiles import positive_quantile, thinned, thinned_quantiles
 from adalog.search.objective import Errors
-from adalog.search.quantiles import positive_quantile, thinned, thinned_quantiles
 
 # The table that gives candidates their codes spans `_OCTAVES` octaves below the largest value. Its bins ignore the last
 # `_DROPPED_BITS` bits of the mantissa.

@@ -1,9 +1,9 @@
 """Elementwise work on the candidates of a search, in one pass if there is a compiled library or a kernel.
 
-The library's functions are in `quantizers/elementwise.cpp`, and the kernels for CUDA in
-`quantizers/elementwise_cuda.py`. Without them, and for other dtypes and devices, PyTorch takes several passes. Errors
-are the same to the bit, but sums are added in another order. The library and the kernels do not check the sizes that
-they get, so PyTorch handles shapes that do not fit.
+The library's functions are in `elementwise.cpp`, and the kernels for CUDA in `elementwise_cuda.py`. Without them, and
+for other dtypes and devices, PyTorch takes several passes. Errors are the same to the bit, but sums are added in
+another order. The library and the kernels do not check the sizes that they get, so PyTorch handles shapes that do not
+fit.
 
 In both, candidates (k, *batch, T, I) lie in memory as (*batch, k, T, I). The candidates of one matrix are then
 adjacent, and `products` computes them as one product. Candidates in another order are copied.
