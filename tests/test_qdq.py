@@ -118,7 +118,7 @@ def test_encodings_list_every_scale_in_the_layout_of_aimet(quantize):
         ("adalog", "w8a8", {}, "has the zero point .* and the form qdq takes 0"),
         ("symmetric", "w8a8", {"per_head": True}, "has 4 scales, and the form qdq takes one per tensor"),
         ("symmetric", "w8a8", {"weights": "uniform"}, "its weight has zero points, and the form qdq takes none"),
-        ("symmetric", "w8a8", {"post_softmax": "adalog"}, "has a quantizer of the kind log"),
+        ("symmetric", "w8a8", {"post_softmax": "adalog"}, "the kind log, and the form qdq takes uniform ones"),
     ],
 )
 def test_a_refusal_names_the_site_the_reason_and_the_method_that_works(quantize, method, bits, choices, reason):
