@@ -297,7 +297,7 @@ class Values:
 
         count: how many images are enough. Also return for how many images the start is held.
         """
-        behind = self._from(names[0])[1:] if names[0] in self.starts else ()
+        behind = self._from(names[0])[1:]
         for start in reversed(self.starts[: len(self.starts) - len(behind)]):
             if start in self._held and (held := self._held_for(start)) >= count:
                 return {**self.images, start: self._held[start]}, held
