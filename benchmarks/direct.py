@@ -19,8 +19,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from adalog.baselines import ReleasedSearch, TwinUniformQuantizer
-from adalog.quantizers import Assignment, LogQuantizer, Quantizer, UniformQuantizer, log_levels
+from adalog.baselines import ReleasedSearch, TwinFormat, TwinUniformQuantizer
+from adalog.quantizers import (
+    Assignment,
+    LogFormat,
+    LogQuantizer,
+    Quantizer,
+    UniformFormat,
+    UniformQuantizer,
+    log_levels,
+)
 from adalog.quantizers.fused import sums, uniform_errors
 from adalog.search.operand import Operand
 from adalog.search.product import Product
@@ -135,10 +143,8 @@ class Losses:
         form = self.operand.format
         shape = [values.shape[dim] for dim in self.own_dims]
         by_table = None
-        if form.log2_base is not None:  # candidates have the base (q, RADIX) or (q, r), see `Logarithmic`
-            radix = RADIX if form.log2_base[0] else form.log2_base[1]
-            searched = replace(self.operand, format=replace(form, log2_base=(0, radix), table=True))
-            by_table = searched.errors(values)
+        if isinstance(form, LogFormat):  # candidates have the base (q, RADIX) or (q, r), see `Logarithmic`
+            by_table = replace(form, q=0, r=RADIX if form.q else form.r, table=True).errors(values)
 
         def errors(quantizers: Sequence[Quantizer]) -> Tensor:
             if by_table is not None and all(isinstance(each, LogQuantizer) for each in quantizers):
@@ -184,10 +190,10 @@ class Direct:
         steps = search.steps - 1 if search.progressive else 0
         seconds = Uniform(right, min(half, 64 if role == "conv" else 16), steps, LEAST_SCALE if of_activations else 0)
         firsts: Uniform | Logarithmic | Twin
-        if left.format.twin:
-            firsts = Twin(left)
-        elif left.format.log2_base is not None:
-            firsts = Logarithmic(left, search, scale_is_one=role == "av")
+        if isinstance(left.format, TwinFormat):
+            firsts = Twin(left, left.format)
+        elif isinstance(left.format, LogFormat):
+            firsts = Logarithmic(left, left.format, search, scale_is_one=role == "av")
         else:
             firsts = Uniform(left, seconds.zero_points if of_activations else min(2**left.format.bits, 16), steps)
         activation_first = of_activations or not isinstance(firsts, Uniform)
@@ -211,7 +217,11 @@ class Direct:
 
     def _own(self, operand: Operand, of_activations: bool) -> Losses | None:
         """Return the operand's own error, from which the search of a linear starts, or None."""
-        return None if of_activations or not operand.format.is_uniform else Losses(operand, fused=self.fused)
+        return (
+            None
+            if of_activations or not isinstance(operand.format, UniformFormat)
+            else Losses(operand, fused=self.fused)
+        )
 
 
 def best(points: Tensor, losses: Tensor, count: int) -> Tensor:
@@ -290,25 +300,23 @@ class Logarithmic:
     """Candidates for a logarithmic quantizer; a point is AdaLog's (scale, q). A fixed base uses the scale only."""
 
     operand: Operand
+    form: LogFormat
     choices: ReleasedSearch
     scale_is_one: bool
 
     def quantizer(self, point: Tensor) -> LogQuantizer:
-        form = self.operand.format
-        assert form.log2_base is not None
-        radix = RADIX if form.log2_base[0] else form.log2_base[1]
+        form = self.form
+        radix = RADIX if form.q else form.r
         return LogQuantizer(
             point[0], round(float(point[1])), radix, form.bits, form.beyond, form.rounding, offset=form.offset
         )
 
     def at_its_base(self, found: LogQuantizer) -> LogQuantizer:
-        form = self.operand.format
-        assert form.log2_base is not None
-        q, r = form.log2_base
-        if not q:
+        form = self.form
+        if not form.q:
             return found
         return LogQuantizer(
-            found.scale, q, r, form.bits, form.beyond, form.rounding, table=form.table, offset=form.offset
+            found.scale, form.q, form.r, form.bits, form.beyond, form.rounding, table=form.table, offset=form.offset
         )
 
     def span(self) -> tuple[Tensor, Tensor]:
@@ -317,7 +325,7 @@ class Logarithmic:
         if not len(positive):
             positive = torch.ones(1)
         low, high = (positive[math.ceil(share * len(positive)) - 1] for share in (0.9, 1.0))
-        return low + self.operand.format.offset, high + self.operand.format.offset
+        return low + self.form.offset, high + self.form.offset
 
     def start(self, own: Losses | None) -> LogQuantizer:
         low, high = self.span()
@@ -325,12 +333,10 @@ class Logarithmic:
         return self.quantizer(torch.stack([scale, torch.tensor(float(RADIX))]))
 
     def search(self, losses: Losses, current: Quantizer) -> LogQuantizer:
-        form = self.operand.format
         assert isinstance(current, LogQuantizer)
-        assert form.log2_base is not None
-        if self.scale_is_one and form.log2_base[0]:
+        if self.scale_is_one and self.form.q:
             return self.at_its_base(current)
-        q = torch.arange(form.q_min, form.q_max + 1).float()
+        q = torch.arange(self.form.q_min, self.form.q_max + 1).float()
         points = torch.stack([current.scale.expand(len(q)), q], dim=1)
         bases = best(points, losses([self.quantizer(point) for point in points]), 8)
         if self.scale_is_one:
@@ -349,15 +355,16 @@ class Twin:
     """Candidates for a twin quantizer; a point is (positive scale,), the negative scale times a power of two."""
 
     operand: Operand
+    form: TwinFormat
 
     def quantizer(self, scale: Tensor) -> TwinUniformQuantizer:
-        bits = self.operand.format.bits
-        return TwinUniformQuantizer(scale, torch.tensor(self.operand.format.offset / 2 ** (bits - 1)), bits)
+        bits = self.form.bits
+        return TwinUniformQuantizer(scale, torch.tensor(self.form.offset / 2 ** (bits - 1)), bits)
 
     def start(self, own: Losses | None) -> TwinUniformQuantizer:
         return self.quantizer(self.operand.values.abs().max() / (2 ** (self.operand.format.bits - 1) - 0.5))
 
     def search(self, losses: Losses, current: Quantizer) -> TwinUniformQuantizer:
-        negative = self.operand.format.offset / 2 ** (self.operand.format.bits - 1)
+        negative = self.form.offset / 2 ** (self.form.bits - 1)
         points = negative * torch.exp2(torch.arange(-5.0, 24.0))[:, None]
         return self.quantizer(best(points, losses([self.quantizer(point[0]) for point in points]), 1)[0, 0])

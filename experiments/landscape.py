@@ -88,7 +88,7 @@ def landscapes(searched: Searched, search: Search, *, size: int = 48, jobs: int 
     others = ("right", searched.product.right, searched.product.left, searched.assignment.left)
     result = []
     for side, operand, other, quantizer in (sides, others):
-        if operand.is_float or operand.format.unit:
+        if operand.is_float or not operand.format.names:
             continue
         hat = other.quantized(quantizer)
         chosen, which = _one_group(operand)
@@ -104,7 +104,7 @@ def landscapes(searched: Searched, search: Search, *, size: int = 48, jobs: int 
         error = ProductError.of(*given)
         # With a Gram matrix, losses on a sample are off by a constant. A search may ignore it, but a picture may not.
         true = ProductError.of(*given, gram=False) if isinstance(error.form, Gram) else error
-        title = f"{side} operand, {_format_words(one)}{which}"
+        title = f"{side} operand, {one.format.bits}-bit {one.format.title}{which}"
         result.append(_landscape(title, one, error, true, search, size, jobs))
     return result
 
@@ -129,19 +129,11 @@ def _one_group(operand: Operand) -> tuple[list[int], str]:
     return [int(place) for place in np.unravel_index(index, sizes)], f", {what} {index + 1} of {len(groups)}"
 
 
-def _format_words(operand: Operand) -> str:
-    form = operand.format
-    if form.one_scale is None:
-        return f"{form.bits}-bit {'uniform' if form.log2_base is None else 'logarithmic'}"
-    kind = form.one_scale.kind
-    return f"{form.bits}-bit {'twin uniform' if form.twin else 'symmetric uniform' if kind == 'uniform' else kind}"
-
-
 def _landscape(
     title: str, operand: Operand, error: ProductError, true: ProductError, search: Search, size: int, jobs: int
 ) -> Landscape:
     def loss_of(product: ProductError) -> Loss:
-        errors = operand.errors(product.left)
+        errors = operand.format.errors(product.left)
         return lambda points: product.loss_of(errors, points)
 
     fair, rough = judges(error, operand, search)
@@ -150,15 +142,9 @@ def _landscape(
     last = torch.cat([path.judged, path.walk]).to(low)
     margin = (0.3 * (last.amax(0) - last.amin(0))).reshape(low.shape).clamp(min=(high - low) / 24)
     near = last.amin(0).reshape(low.shape) - margin, last.amax(0).reshape(low.shape) + margin
-    form = operand.format
-    names: tuple[str, ...] = ("lower bound", "upper bound")
-    if form.one_scale is not None:
-        names = ("largest value",)
-    elif form.log2_base is not None:
-        names = ("scale",) if form.log2_base[0] else (f"q (rounded), of base 2^(q / {form.log2_base[1]})", "scale")
     shown = loss_of(error if operand.has_own_rows or rough is error else true.sample(search.rough_rows))
     views = view(shown, low, high, size, jobs), view(shown, *near, size, jobs)
-    return Landscape(title, names, *views, path)
+    return Landscape(title, operand.format.names, *views, path)
 
 
 def view(loss: Loss, low: Tensor, high: Tensor, size: int, jobs: int = 1) -> View:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from adalog.quantizers import QuantizedTensor, UniformQuantizer
+from adalog.quantizers import LargestLevelFormat, LogFormat, QuantizedTensor, UniformFormat, UniformQuantizer
 from adalog.search.bounds import Search
-from adalog.search.operand import Format, Operand
+from adalog.search.operand import Operand
 from adalog.search.product import Product
 from strategies import R, normal
 
@@ -23,39 +23,39 @@ def linear(width=4):
     x, weight = normal(64, 16, seed=1), normal(12, 16, seed=2)
     x[:, 5] *= 0.2
     weight[::3, 5] = 6
-    return Operand(x, Format(width)), Operand(weight, Format(width, own_dims=(0,)))
+    return Operand(x, UniformFormat(width)), Operand(weight, UniformFormat(width, own_dims=(0,)))
 
 
 def attention(width=4):
     """Queries and keys, each with a scale a head."""
     heads = torch.tensor([0.2, 1.0, 5.0], dtype=torch.float64).view(1, 3, 1, 1)
-    form = Format(width, own_dims=(1,))
+    form = UniformFormat(width, own_dims=(1,))
     return Operand(normal(2, 3, 10, 8, seed=1) * heads, form), Operand(normal(2, 3, 10, 8, seed=2), form)
 
 
 def after_softmax(width=4):
     """Attention and values, which are given transposed."""
-    form = Format(width, log2_base=(0, R))
+    form = LogFormat(width, r=R)
     return Operand((normal(1, 2, 9, 9, seed=1) * 3).softmax(-1), form), Operand(
-        normal(1, 2, 8, 9, seed=2), Format(width, own_dims=(1,))
+        normal(1, 2, 8, 9, seed=2), UniformFormat(width, own_dims=(1,))
     )
 
 
 def after_gelu(width=4):
-    form = Format(width, log2_base=(0, R), offset=GELU_OFFSET)
+    form = LogFormat(width, r=R, offset=GELU_OFFSET)
     return Operand(gelu(normal(64, 16, seed=1) * 2), form), Operand(
-        normal(12, 16, seed=2), Format(width, own_dims=(0,))
+        normal(12, 16, seed=2), UniformFormat(width, own_dims=(0,))
     )
 
 
 def fixed_base(width=4):
-    form = Format(width, log2_base=(1, 2), table=False)
+    form = LogFormat(width, r=2, q=1, table=False)
     return replace(after_softmax(width)[0], format=form), after_softmax(width)[1]
 
 
 def symmetric(width=4):
     x, weight = linear(width)
-    return x, replace(weight, format=replace(weight.format, one_scale=UniformQuantizer))
+    return x, replace(weight, format=LargestLevelFormat(width, (0,), kind=UniformQuantizer))
 
 
 PROBLEMS = {
@@ -91,7 +91,7 @@ def many_rows(problem):
 
 def found_by(left, right, search):
     """The assignment of left @ right^T under these choices."""
-    role = "linear" if left.values.ndim == 2 else "av" if left.format.log2_base else "qk"
+    role = "linear" if left.values.ndim == 2 else "av" if isinstance(left.format, LogFormat) else "qk"
     return search.search_product(Product(role, left, right))
 
 

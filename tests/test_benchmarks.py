@@ -51,14 +51,14 @@ from PIL import Image
 from torch import nn
 
 from adalog import Calibration, Config, Correction, Reconstruction, Search, library
-from adalog.baselines import ReleasedSearch, TwinUniformQuantizer
+from adalog.baselines import ReleasedSearch, TwinFormat, TwinUniformQuantizer
 from adalog.calibration.calibration import Searched
 from adalog.detection import demo as detector_demo
 from adalog.inputs import demo
 from adalog.inputs.demo.model import DemoViT
-from adalog.quantizers import Assignment, LogQuantizer, UniformQuantizer, elementwise
+from adalog.quantizers import Assignment, LogFormat, LogQuantizer, UniformFormat, UniformQuantizer, elementwise
 from adalog.search import forms, objective
-from adalog.search.operand import Format, Operand
+from adalog.search.operand import Operand
 from adalog.search.product import Product
 
 SCRIPTS = Path(publish.__file__).parent
@@ -563,31 +563,32 @@ def scales(*shape):
 
 def operands(kind):
     """Both sides of a product and quantizers of them."""
-    uniform, power = Format(4), Format(4, log2_base=(0, 37), beyond="zero", rounding="log", offset=0.17)
+    weight = Operand(normal(9, 12, seed=1), UniformFormat(4, (0,)))
+    uniform, power = UniformFormat(4), LogFormat(4, r=37, beyond="zero", rounding="log", offset=0.17)
     log = LogQuantizer(torch.tensor(0.9), 31, 37, 4, "zero", "log", offset=0.17)
 
     def of(*shape):
         return UniformQuantizer(scales(*shape), torch.full(shape, 7.0), 4)
 
     if kind == "linear":
-        return Operand(normal(50, 12), uniform), Operand(normal(9, 12, seed=1), Format(4, (0,))), of(), of(9, 1)
+        return Operand(normal(50, 12), uniform), weight, of(), of(9, 1)
     if kind == "post-gelu":
-        return Operand(normal(50, 12).relu(), power), Operand(normal(9, 12, seed=1), Format(4, (0,))), log, of(9, 1)
+        return Operand(normal(50, 12).relu(), power), weight, log, of(9, 1)
     if kind == "twin":
         twin = TwinUniformQuantizer(torch.tensor(0.2), torch.tensor(0.02), 4)
-        form = Format(4, one_scale=TwinUniformQuantizer, offset=0.17)
-        return Operand(normal(50, 12), form), Operand(normal(9, 12, seed=1), Format(4, (0,))), twin, of(9, 1)
+        form = TwinFormat(4, offset=0.17)
+        return Operand(normal(50, 12), form), weight, twin, of(9, 1)
     if kind == "grouped conv":
         mask = (normal(5, 40, 6, seed=3) > 0).float()
-        weight = Operand(normal(5, 2, 6, seed=1), Format(4, (0, 1)))
+        weight = Operand(normal(5, 2, 6, seed=1), UniformFormat(4, (0, 1)))
         return Operand(normal(5, 40, 6).relu() * mask, power, mask), weight, log, of(5, 2, 1)
     if kind == "qk":
-        heads = Format(4, (1,))
+        heads = UniformFormat(4, (1,))
         left, right = normal(4, 3, 7, 6), normal(4, 3, 7, 6, seed=1)
         return Operand(left, heads), Operand(right, heads), of(1, 3, 1, 1), of(1, 3, 1, 1)
     softmax = replace(power, offset=0.0)
     left = Operand(normal(4, 3, 7, 7).softmax(-1), softmax)
-    return left, Operand(normal(4, 3, 6, 7, seed=1), Format(4, (1,))), replace(log, offset=0.0), of(1, 3, 1, 1)
+    return left, Operand(normal(4, 3, 6, 7, seed=1), UniformFormat(4, (1,))), replace(log, offset=0.0), of(1, 3, 1, 1)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -638,11 +639,11 @@ def test_held_out_losses_are_of_other_images(tiniest, images, short_searches):
 
 
 def test_irreducible_products_are_counted():
-    left, right = Operand(torch.zeros(50, 12), Format(4)), Operand(torch.zeros(9, 12), Format(4))
+    left, right = Operand(torch.zeros(50, 12), UniformFormat(4)), Operand(torch.zeros(9, 12), UniformFormat(4))
     # The product, 50 x 12 x 9; weights by 12 x 12 moments of 50 rows or the product, which is cheaper; activations
     # by those of 9 rows.
     assert search_benchmark.irreducible_flops(left, right) == 2 * (5400 + 5400 + 9 * 144)
-    image = Operand(torch.zeros(50, 12), Format(32))
+    image = Operand(torch.zeros(50, 12), UniformFormat(32))
     assert search_benchmark.irreducible_flops(image, right) == 2 * (5400 + 5400)
 
 
@@ -653,7 +654,8 @@ def test_what_a_search_does_is_counted_and_switched_off(monkeypatch):
     search = Search(steps=0, refit=False, rough_rows=128)
 
     def linear():
-        return Product("linear", Operand(normal(1024, 48), Format(4)), Operand(normal(32, 48, seed=1), Format(4, (0,))))
+        weight = Operand(normal(32, 48, seed=1), UniformFormat(4, (0,)))
+        return Product("linear", Operand(normal(1024, 48), UniformFormat(4)), weight)
 
     def counts_of(way):
         product = linear()

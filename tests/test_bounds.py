@@ -9,16 +9,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import gelu
 
+import adalog.quantizers.log_format
 import adalog.search.bounds
 import adalog.search.objective
-import adalog.search.operand
-from adalog.baselines import TwinUniformQuantizer
+from adalog.baselines import TwinFormat, TwinUniformQuantizer
 from adalog.config import Config, power_law_format
 from adalog.quantizers import (
     FLOAT_BITS,
     Assignment,
+    LogFormat,
     LogQuantizer,
     QuantizedTensor,
+    UniformFormat,
     UniformQuantizer,
     bounds_to_uniform,
     log_levels,
@@ -26,11 +28,11 @@ from adalog.quantizers import (
     uniform_fake_quantize,
 )
 from adalog.search import bounds
-from adalog.search.bounds import Search, best_ranges, minimise, point_of, search_own
+from adalog.search.bounds import Search, best_ranges, minimise, search_own
 from adalog.search.bounds import search_channels as search_stacked_channels
 from adalog.search.forms import Sample
 from adalog.search.objective import ProductError
-from adalog.search.operand import Format, Operand
+from adalog.search.operand import Operand
 from adalog.search.product import Product
 from problems import (
     GELU_OFFSET,
@@ -83,7 +85,7 @@ def test_error_never_rises_from_round_to_round(problem):
 @pytest.mark.parametrize("problem", [after_softmax, after_gelu])
 def test_error_never_rises_however_rough_the_candidates(problem, monkeypatch):
     """Logarithmic candidates are approximate; what replaces an incumbent is judged exactly."""
-    monkeypatch.setattr(adalog.search.operand, "_DROPPED_BITS", 22)  # one bit of mantissa left
+    monkeypatch.setattr(adalog.quantizers.log_format, "_DROPPED_BITS", 22)  # one bit of mantissa left
     left, right = problem()
     errors = [error_of(found_by(left, right, replace(SMALL, rounds=rounds)), left, right) for rounds in (1, 2, 3)]
     assert errors[1] <= errors[0] * (1 + 1e-12)
@@ -256,7 +258,7 @@ def test_a_weight_is_searched_once_if_the_activation_stays_float(monkeypatch):
         return search_operand(operand, *args, **options)
 
     monkeypatch.setattr(bounds, "_search_operand", recorded)
-    assert found_by(replace(left, format=Format(32)), right, replace(SMALL, rounds=3)).left is None
+    assert found_by(replace(left, format=UniformFormat(32)), right, replace(SMALL, rounds=3)).left is None
     assert [operand.values is right.values for operand in searched] == [True]
 
 
@@ -330,7 +332,7 @@ def test_uniform_search_beats_min_and_max():
 def test_search_is_no_worse_than_min_and_max_in_any_channel():
     """They are the corner of its first grid."""
     left, right = linear()
-    left = replace(left, format=Format(FLOAT_BITS))
+    left = replace(left, format=UniformFormat(FLOAT_BITS))
     found = found_by(left, right, ONE_ROUND)
     assert found.left is None
     low, high = right.values.min(1, keepdim=True).values, right.values.max(1, keepdim=True).values
@@ -346,8 +348,8 @@ def test_log_search_finds_the_base_of_data_on_a_log_grid(base, width):
     code = torch.randint(0, 2**width - 1, (64, 16), generator=torch.Generator().manual_seed(0))
     code[0, 0] = 0
     values = 0.7 * log_levels(base, R, width, beyond="saturate")[code]
-    left = Operand(values, Format(width, log2_base=(0, R)))
-    right = Operand(normal(12, 16, seed=1), Format(8, own_dims=(0,)))
+    left = Operand(values, LogFormat(width, r=R))
+    right = Operand(normal(12, 16, seed=1), UniformFormat(8, own_dims=(0,)))
     found = found_by(left, right, replace(SEARCH, rounds=1))
     assert isinstance(found.left, LogQuantizer)
     assert abs(found.left.q - base) <= 1
@@ -400,10 +402,10 @@ def padded(form):
     """Patches of which a third is zero padding, and kernels."""
     mask = (torch.arange(16) % 3 > 0).double().expand(64, 16)
     values = gelu(normal(64, 16, seed=1) * 2) * mask
-    return Operand(values, form, mask), Operand(normal(12, 16, seed=2), Format(6, own_dims=(0,)))
+    return Operand(values, form, mask), Operand(normal(12, 16, seed=2), UniformFormat(6, own_dims=(0,)))
 
 
-@pytest.mark.parametrize("form", [Format(4, log2_base=(0, R), offset=GELU_OFFSET), Format(4)], ids=["log", "uniform"])
+@pytest.mark.parametrize("form", [LogFormat(4, r=R, offset=GELU_OFFSET), UniformFormat(4)], ids=["log", "uniform"])
 def test_padding_stays_zero(form):
     left, right = padded(form)
     found = found_by(left, right, SMALL)
@@ -414,7 +416,7 @@ def test_padding_stays_zero(form):
 
 def test_padding_is_no_noise_to_the_search():
     """Zero is no level of a quantizer with an offset, so padding that counts drives the search elsewhere."""
-    form = Format(3, log2_base=(0, R), offset=GELU_OFFSET)
+    form = LogFormat(3, r=R, offset=GELU_OFFSET)
     left, right = padded(form)
 
     def error(found):
@@ -432,12 +434,13 @@ def test_padding_is_no_noise_to_the_search():
 @every_problem
 def test_uniform_candidates_are_their_quantizers(problem):
     for operand in problem():
-        if operand.format.log2_base is None:
+        if not isinstance(operand.format, LogFormat):
             low, high = operand.box(0.4)
             points = torch.stack([low, high, (low + high) / 2])
             expected = [operand.quantizer(point).fake_quantize(operand.values) - operand.values for point in points]
+            errors = operand.format.errors(operand.values)
             for dtype in (operand.values.dtype, torch.bfloat16):
-                assert torch.equal(operand.errors(operand.values)(points, dtype), torch.stack(expected).to(dtype))
+                assert torch.equal(errors(points, dtype), torch.stack(expected).to(dtype))
 
 
 @pytest.mark.slow
@@ -454,7 +457,7 @@ def test_log_candidates_are_their_quantizers_but_at_thresholds(problem, rounding
     scale = float(lifted.max()) * reach
     point = torch.tensor([math.log2(q), scale], dtype=torch.float64)
     exact = operand.quantizer(point).fake_quantize(operand.values) - operand.values
-    errors, dtype = operand.errors(operand.values), operand.values.dtype
+    errors, dtype = operand.format.errors(operand.values), operand.values.dtype
     fast = errors(point[None], dtype)[0]
     two = torch.stack([point, point + torch.tensor([0.5, 0.1])])
     assert torch.equal(errors(two, dtype)[0], fast)  # whatever is asked along with it
@@ -474,8 +477,10 @@ def test_log_candidates_are_their_quantizers_but_at_thresholds(problem, rounding
 def test_power_law_formats(kind, base, table):
     config = Config(r=41, q_min=3, q_max=99, beyond="saturate", rounding="log")
     form = power_law_format(kind, 3, config, 0.17)
-    assert (form.bits, form.log2_base, form.table) == (3, base, table)
+    assert form.bits == 3
+    assert isinstance(form, LogFormat) == (base is not None)
     if base is not None:
+        assert (form.q, form.r, form.table) == (*base, table)
         assert (form.q_min, form.q_max) == (3, 99)
         assert (form.beyond, form.rounding, form.offset) == ("saturate", "log", 0.17)
 
@@ -486,7 +491,7 @@ def test_power_law_formats(kind, base, table):
 )
 def test_bases_stay_in_their_range(q_min, q_max, exponent, expected):
     """A search refines log2 q, a little beyond the box as well."""
-    operand = Operand(torch.ones(2, 2), Format(4, log2_base=(0, R), q_min=q_min, q_max=q_max))
+    operand = Operand(torch.ones(2, 2), LogFormat(4, r=R, q_min=q_min, q_max=q_max))
     assert operand.quantizer(torch.tensor([exponent, 1.0])).q == expected
 
 
@@ -568,7 +573,7 @@ def test_ranges_in_deviations_fit_unseen_values_better():
     def lost(parameters):
         return ((uniform_fake_quantize(unseen, *parameters, 8) - unseen).square().mean(0) / scales.square()).mean()
 
-    own = search_own(Operand(seen, Format(8, own_dims=(1,))), SEARCH)
+    own = search_own(Operand(seen, UniformFormat(8, own_dims=(1,))), SEARCH)
     assert lost(search_channels(seen, 8, DEVIATIONS)) < 0.5 * lost(bounds_to_uniform(own[0], own[1], 8))
 
 
@@ -593,7 +598,7 @@ def test_refitted_scales_are_the_least_squares_of_the_codes(shapes):
     generator = torch.Generator().manual_seed(3)
     x, w = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     own_dims = (0,) if w.ndim == 2 else (0, 1)
-    left, right = Operand(x, Format(3)), Operand(w, Format(3, own_dims=own_dims))
+    left, right = Operand(x, UniformFormat(3)), Operand(w, UniformFormat(3, own_dims=own_dims))
     found = found_by(left, right, replace(SMALL, refit=False))
     stored = Product("linear", left, right).refitted(found.left, found.right)
     codes = found.right.quantize(w)
@@ -620,7 +625,8 @@ def test_the_sqnr_of_refitted_scales_is_that_of_their_output(shapes, exact):
     x, w = (torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64) for shape in shapes)
     w = w.sign() if exact else w
     own_dims = (0,) if w.ndim == 2 else (0, 1)
-    product = Product("linear", Operand(x, Format(32 if exact else 3)), Operand(w, Format(3, own_dims=own_dims)))
+    left = Operand(x, UniformFormat(32 if exact else 3))
+    product = Product("linear", left, Operand(w, UniformFormat(3, own_dims=own_dims)))
     zero_point = torch.full((*w.shape[:-1], 1), 4.0, dtype=torch.float64)
     quantizer = UniformQuantizer(zero_point / (4.2 if exact else 5), zero_point, 3)
     first = None if exact else UniformQuantizer(torch.tensor(0.7).double(), torch.tensor(4.0).double(), 3)
@@ -635,12 +641,12 @@ def test_the_sqnr_of_refitted_scales_is_that_of_their_output(shapes, exact):
 
 
 def test_the_search_refits_weights_and_nothing_else():
-    heads = [Operand(normal(4, 2, 9, 6, seed=seed).float(), Format(4, own_dims=(1,))) for seed in (1, 2)]
+    heads = [Operand(normal(4, 2, 9, 6, seed=seed).float(), UniformFormat(4, own_dims=(1,))) for seed in (1, 2)]
     found = found_by(*heads, SMALL)
     assert isinstance(found.left, UniformQuantizer)
     assert isinstance(found.right, UniformQuantizer)
-    weight = Operand(normal(5, 6, seed=3).float(), Format(4, own_dims=(0,)))
-    left = Operand(normal(50, 6, seed=4).float(), Format(4))
+    weight = Operand(normal(5, 6, seed=3).float(), UniformFormat(4, own_dims=(0,)))
+    left = Operand(normal(50, 6, seed=4).float(), UniformFormat(4))
     found, before = (found_by(left, weight, search) for search in (SMALL, replace(SMALL, refit=False)))
     assert isinstance(found.left, UniformQuantizer)
     assert isinstance(found.right, QuantizedTensor)
@@ -652,8 +658,8 @@ def test_the_search_refits_weights_and_nothing_else():
 def test_large_values_in_float16_do_not_overflow():
     """Their squares would: the search and what judges it compute in float32."""
     x, w = (normal(256, 64, seed=1) * 30).half(), normal(8, 64, seed=2).half()
-    found = found_by(Operand(x, Format(4)), Operand(w, Format(4, own_dims=(0,))), Search())
-    wide = found_by(Operand(x.float(), Format(4)), Operand(w.float(), Format(4, own_dims=(0,))), Search())
+    found = found_by(Operand(x, UniformFormat(4)), Operand(w, UniformFormat(4, own_dims=(0,))), Search())
+    wide = found_by(Operand(x.float(), UniformFormat(4)), Operand(w.float(), UniformFormat(4, own_dims=(0,))), Search())
     assert bool(torch.isfinite(weight_of(found).scale).all())
     assert abs(found.sqnr - wide.sqnr) < 0.5
 
@@ -667,7 +673,7 @@ EXACT_ROUND = Search(init=(8, 4), parents=4, steps=2, rounds=1, refit=False, rou
 def random_linear():
     """A product of 40 rows and a weight of three rows, both in 4 bits."""
     left, right = normal(40, 16) * 2, normal(3, 16, seed=1)
-    return Product("linear", Operand(left, Format(4)), Operand(right, Format(4, own_dims=(0,))))
+    return Product("linear", Operand(left, UniformFormat(4)), Operand(right, UniformFormat(4, own_dims=(0,))))
 
 
 def of_weight(given):
@@ -762,10 +768,10 @@ def test_a_start_goes_where_the_search_finds_something_better(monkeypatch):
 def test_a_search_can_start_from_symmetric_weights_alone():
     right = symmetric()[1]
     upper = right.values.abs().amax(1)
-    point = point_of(right, right.quantizer(upper[None]))
+    point = right.point_of(right.quantizer(upper[None]))
     torch.testing.assert_close(point, upper[None])
     skewed = UniformQuantizer(torch.ones(12, 1), torch.full((12, 1), 3.0), 4)
-    assert point_of(right, skewed) is None
+    assert right.point_of(skewed) is None
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])
@@ -777,14 +783,14 @@ def test_the_box_of_one_scale_begins_below_the_best_one(width, reach):
     low, high = right.box(reach)
     top = right.values.abs().amax(1)
     points = torch.linspace(0.02, 1.2, 119, dtype=torch.float64)[:, None] * top
-    errors = right.errors(right.values)(points[:, None], torch.float64).square().sum(2)
+    errors = right.format.errors(right.values)(points[:, None], torch.float64).square().sum(2)
     best = points.gather(0, errors.argmin(0)[None])
     assert bool((low <= best * 1.02).all())
     assert torch.equal(high[0], top)
 
 
 def test_a_twin_whose_negative_scale_is_another_starts_a_search():
-    form = Format(4, one_scale=TwinUniformQuantizer, offset=0.17)
+    form = TwinFormat(4, offset=0.17)
     operand = replace(symmetric()[0], format=form)
     twin = TwinUniformQuantizer(torch.tensor(0.3), torch.tensor(0.5), 4)
-    assert point_of(operand, twin).item() == pytest.approx(7 * 0.3)
+    assert operand.point_of(twin).item() == pytest.approx(7 * 0.3)

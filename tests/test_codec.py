@@ -17,9 +17,8 @@ from adalog.baselines import TwinUniformQuantizer
 from adalog.calibration import operands
 from adalog.calibration.partial import Partial
 from adalog.errors import DataError
-from adalog.quantizers import Assignment, LogQuantizer, QuantizedTensor, UniformQuantizer
+from adalog.quantizers import Assignment, LargestLevelFormat, LogQuantizer, QuantizedTensor, UniformQuantizer
 from adalog.quantizers.codec import decode_weight, pack, unpack
-from adalog.search.operand import Format
 from adalog.study.cost import cost
 from stored import deserialise, serialise
 from strategies import bits
@@ -122,7 +121,7 @@ def ternary_models(ternary, tiny, images, fast):
     calibration = Calibration(tiny, images)
 
     def of_weights(config, *own_dims):
-        return Format(config.weight_bits, own_dims, one_scale=ternary)
+        return LargestLevelFormat(config.weight_bits, own_dims, kind=ternary)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operands, "weight_format", of_weights)

@@ -14,8 +14,8 @@ from adalog.calibration import calibration
 from adalog.calibration.values import BATCH, Values
 from adalog.graph.capture import capture
 from adalog.graph.program import Program
-from adalog.quantizers import QuantizedTensor
-from adalog.search.operand import Format, Operand
+from adalog.quantizers import LogFormat, QuantizedTensor, UniformFormat
+from adalog.search.operand import Operand
 from adalog.search.product import Product
 from adalog.study.evaluate import batch_on, predict
 from strategies import R, normal
@@ -235,14 +235,14 @@ def test_what_is_computed_is_what_the_processor_computes():
 
 
 def after_gelu():
-    form = Format(4, log2_base=(0, R), offset=0.1699712)
+    form = LogFormat(4, r=R, offset=0.1699712)
     x, weight = normal(256, 48, seed=1).float(), normal(24, 48, seed=2).float()
-    return Operand(gelu(x * 2), form), Operand(weight, Format(4, own_dims=(0,)))
+    return Operand(gelu(x * 2), form), Operand(weight, UniformFormat(4, own_dims=(0,)))
 
 
 def after_softmax():
     scores, value = normal(4, 2, 17, 17, seed=1).float(), normal(4, 2, 8, 17, seed=2).float()
-    return Operand((scores * 3).softmax(-1), Format(4, log2_base=(0, R))), Operand(value, Format(4, own_dims=(1,)))
+    return Operand((scores * 3).softmax(-1), LogFormat(4, r=R)), Operand(value, UniformFormat(4, own_dims=(1,)))
 
 
 @pytest.mark.slow

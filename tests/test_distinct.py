@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from adalog.quantizers import LogFormat, UniformFormat
 from adalog.search.distinct import Distinct, once
 from adalog.search.objective import ProductError
-from adalog.search.operand import Format, Operand
+from adalog.search.operand import Operand
 from adalog.search.strategies import fpcs
 
 
@@ -73,22 +74,23 @@ def test_children_of_two_parents_are_the_same_point_to_the_bit():
 def test_rows_with_different_numbers_of_candidates_have_their_losses(gram, leading, rows, monkeypatch):
     monkeypatch.setattr("adalog.search.objective._WIDE", 12)
     right = normal(24, 60)
-    operand = Operand(normal(rows, 24), Format(3, own_dims=(0,)))
+    operand = Operand(normal(rows, 24), UniformFormat(3, own_dims=(0,)))
     error = ProductError.of(operand.values, right, right + 0.1 * normal(24, 61)[:, :60], (0,), gram=gram)
     error = error.leading() if leading else error
     points = torch.stack([-drawn(normal(6).abs(), 30 * rows), drawn(normal(6).abs(), 30 * rows)], 1)
     points = points.view(30, rows, 2).transpose(1, 2).contiguous()
     points[:, :, : rows // 2] = points[:1, :, : rows // 2]
-    expected = error.loss_by(operand.errors)(points)
-    assert torch.allclose(error.loss_once(operand.errors, operand.settled)(points), expected, rtol=1e-4, atol=1e-3)
+    expected = error.loss_by(operand.format.errors)(points)
+    found = error.loss_once(operand.format.errors, operand.format.settled)(points)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_candidates_of_one_whole_base_are_equal():
-    operand = Operand(normal(8, 4).abs(), Format(4, log2_base=(0, 37)))
+    operand = Operand(normal(8, 4).abs(), LogFormat(4, r=37))
     bases = torch.tensor([0.9, 1.0, 1.1, 4.0, 4.01])
     points = torch.stack([bases, torch.full((5,), 0.7)], 1)
-    assert Distinct.of(operand.settled(points)).place.tolist() == [0, 0, 0, 1, 1]
-    errors = operand.errors(operand.values)
-    assert torch.equal(errors(operand.settled(points), torch.float32), errors(points, torch.float32))
-    uniform = Operand(operand.values, Format(4))
+    assert Distinct.of(operand.format.settled(points)).place.tolist() == [0, 0, 0, 1, 1]
+    errors = operand.format.errors(operand.values)
+    assert torch.equal(errors(operand.format.settled(points), torch.float32), errors(points, torch.float32))
+    uniform = UniformFormat(4)
     assert uniform.settled(points) is points

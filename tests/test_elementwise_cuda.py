@@ -140,7 +140,8 @@ def test_own_errors_are_those_of_pytorch(bits):
     scale, zero_point = (each.detach() for each in parameters((10, 3), bits, 1))
 
     def run(sample, scale, zero_point):
-        return OwnError(sample).uniform_loss(scale, zero_point, bits)
+        scale, zero_point, code = scale.double()[..., None], zero_point.double()[..., None], torch.arange(2**bits)
+        return OwnError(sample).loss(scale * (code - zero_point), scale * (code[:-1] + 0.5 - zero_point))
 
     found, there = with_and_without(run, sample, scale, zero_point)
     torch.testing.assert_close(found, there, rtol=1e-9, atol=1e-9)

@@ -15,6 +15,7 @@ from adalog import Config, Search
 from adalog.config import power_law_format
 from adalog.quantizers import (
     LogQuantizer,
+    UniformFormat,
     UniformQuantizer,
     integer_levels,
     log_levels,
@@ -22,7 +23,7 @@ from adalog.quantizers import (
 )
 from adalog.runtime import integer, reference
 from adalog.runtime.integer import products
-from adalog.search.operand import Format, Operand
+from adalog.search.operand import Operand
 from adalog.search.product import Product
 from adalog.search.tables import with_table
 from strategies import bits, normal, q, seeds
@@ -277,7 +278,7 @@ def test_eight_bits_where_they_cost_little(width, kind):
     config = Config(activation_bits=width)
     probabilities = (normal(2, 1, 40, 40, seed=width) * 3).softmax(-1).float()
     left = Operand(probabilities, power_law_format(kind, width, config, 0.0))
-    right = Operand(normal(2, 1, 8, 40, seed=1).float(), Format(width))
+    right = Operand(normal(2, 1, 8, 40, seed=1).float(), UniformFormat(width))
     product = Product("av", left, right)
     plain = Search(rounds=1, steps=1).search_product(product)
     chosen = with_table(product, plain, "calibrated")
@@ -300,7 +301,7 @@ def test_headrooms_leave_accumulators_in_32_bits():
     width, terms = 7, 6000
     form = power_law_format("log2", width, Config(), 0.0)
     left = Operand(normal(64, terms).abs().float(), form)
-    right = Operand(normal(8, terms, seed=1).float(), Format(8, own_dims=(0,)))
+    right = Operand(normal(8, terms, seed=1).float(), UniformFormat(8, own_dims=(0,)))
     product = Product("linear", left, right)
     found = with_table(product, Search(rounds=1, steps=0).search_product(product), "u16").left
     assert terms * 255 * int(found.table_integers().max()) < 2**31

@@ -49,7 +49,7 @@ def test_a_landscape_is_the_loss(searched, drawn):
     assert torch.allclose(right.whole.losses.double(), expected, rtol=1e-2)
     error = ProductError.of(one.values, searched.product.left.values.T, hats[0].T, (0,))
     low, high = one.box(Search().reach)
-    _, least = brute_force(lambda points: error.loss_of(one.errors(one.values), points), low, high, sizes=(6, 6))
+    _, least = brute_force(lambda points: error.loss_of(one.format.errors(one.values), points), low, high, sizes=(6, 6))
     assert float(right.whole.losses.min()) == pytest.approx(float(least), rel=1e-5)
 
 
@@ -72,7 +72,7 @@ def test_a_path_is_that_of_the_search(searched, drawn):
         assert path.least <= float(each.whole.losses.min()) * 1.2
     other = searched.product.right.values, searched.product.right.quantized(searched.assignment.right)
     error = ProductError.of(searched.product.left.values, *(value.T for value in other))
-    errors = searched.product.left.errors(searched.product.left.values)
+    errors = searched.product.left.format.errors(searched.product.left.values)
 
     def loss(points):
         return error.loss_of(errors, points)
@@ -95,7 +95,7 @@ def test_a_path_from_a_sample_walks_on_a_larger_one(searched, monkeypatch):
         searched.product.right.values.T,
         searched.product.right.quantized(searched.assignment.right).T,
     )
-    losses = error.loss_of(searched.product.left.errors(searched.product.left.values), left.path.walk)
+    losses = error.loss_of(searched.product.left.format.errors(searched.product.left.values), left.path.walk)
     assert (losses.diff() <= 0).all()
     assert losses[-1] < losses[0]
     assert float(losses[-1]) == pytest.approx(left.path.least, rel=1e-4)

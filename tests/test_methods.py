@@ -16,8 +16,8 @@ from adalog import Calibration, CalibrationError, Config, QuantizedModel, Recons
 from adalog.artifact import deserialise, serialise
 from adalog.baselines import BlockRefinement, Evolution, RangeSearch, ScaleSearch, ranges
 from adalog.errors import ArtifactError
-from adalog.quantizers import FLOAT_BITS
-from adalog.search.operand import Format, Operand
+from adalog.quantizers import FLOAT_BITS, UniformFormat
+from adalog.search.operand import Operand
 from adalog.search.product import Product
 from toys import SMALL_IMAGES, Unbound
 
@@ -202,10 +202,10 @@ def test_operands_are_seen_behind_what_is_quantized():
     assert [len(found[name].group.sites) for name in ("a", "b")] == [1, 2]
 
     normed = model.norm(x).detach()
-    channels = ranges.own_range(Operand(normed, Format(4, own_dims=(1,))), config.search)
-    rows = ranges.own_range(Operand(model.a.weight.detach(), Format(4, own_dims=(0,))), config.search)
+    channels = ranges.own_range(Operand(normed, UniformFormat(4, own_dims=(1,))), config.search)
+    rows = ranges.own_range(Operand(model.a.weight.detach(), UniformFormat(4, own_dims=(0,))), config.search)
     behind = channels.fake_quantize(normed) @ rows.fake_quantize(model.a.weight.detach()).T + model.a.bias.detach()
-    expected = ranges.own_range(Operand(behind, Format(4)), config.search)
+    expected = ranges.own_range(Operand(behind, UniformFormat(4)), config.search)
     torch.testing.assert_close(found["b"].assignment.left.scale, expected.scale)
     assert float(found["b"].assignment.left.zero_point) == float(expected.zero_point)
     plain = calibration.search(replace(config, search=replace(config.search, in_order=False)), ["b"])[0]
@@ -214,7 +214,7 @@ def test_operands_are_seen_behind_what_is_quantized():
     folded = model.a.weight.detach() * found["a"].assignment.fold.ratio
     torch.testing.assert_close(
         found["a"].assignment.right.scale,
-        ranges.own_range(Operand(folded, Format(4, own_dims=(0,))), config.search).scale,
+        ranges.own_range(Operand(folded, UniformFormat(4, own_dims=(0,))), config.search).scale,
     )
     # What is judged is the error on float inputs.
     assert torch.equal(found["b"].product.left.values, calibration.operand(calibration.sites[1].left))

@@ -19,6 +19,7 @@ from adalog.graph.rewrite import absorb_offset
 from adalog.methods import METHODS
 from adalog.quantizers import (
     LogQuantizer,
+    UniformFormat,
     UniformQuantizer,
     log_dequantize,
     log_levels,
@@ -28,7 +29,7 @@ from adalog.quantizers import (
 )
 from adalog.search.bounds import Search
 from adalog.search.objective import ProductError
-from adalog.search.operand import Format, Operand
+from adalog.search.operand import Operand
 from adalog.search.product import Product
 from adalog.search.strategies import Loss, fpcs, grid
 from strategies import R, log_fake_quantize, normal
@@ -291,7 +292,7 @@ def test_algorithm_1_box_lies_between_percentiles() -> None:
     """Lines 1-2: the first bound between percentiles 0 and 0.1, the second between 0.9 and 1."""
     values = normal(7, 13)
     search = METHODS["adalog-paper"].choices["search"]
-    low, high = Operand(values, Format(4)).box(search.reach)
+    low, high = Operand(values, UniformFormat(4)).box(search.reach)
     ordered = sorted(values.flatten().tolist())
 
     def percentile(fraction: float) -> float:
@@ -440,7 +441,8 @@ def test_paper_literally_after_gelu() -> None:
     x_hat = by_logarithm(x, first, 4)
     rows = rows_for(x_hat, rows)
 
-    left, right = Operand(x, power_law_format("adalog", 4, PAPER, 0.17)), Operand(weight, Format(4, own_dims=(0,)))
+    left = Operand(x, power_law_format("adalog", 4, PAPER, 0.17))
+    right = Operand(weight, UniformFormat(4, own_dims=(0,)))
     found = search.search_product(Product("linear", left, right))
     assert isinstance(found.left, LogQuantizer)
     assert found.right is not None
@@ -473,7 +475,7 @@ def test_paper_literally_layer_wise(calibration: Calibration) -> None:
     first = min(first, printed_algorithm(*bounds_of(q), left_loss), key=left_loss)
     second = min(second, printed_algorithm(*bounds_of(k), right_loss), key=right_loss)
     assert isinstance(PAPER.search, Search)
-    found = PAPER.search.search_product(Product("qk", Operand(q, Format(3)), Operand(k, Format(3))))
+    found = PAPER.search.search_product(Product("qk", Operand(q, UniformFormat(3)), Operand(k, UniformFormat(3))))
     for quantizer, values, point in ((found.left, q, first), (found.right, k, second)):
         assert quantizer is not None
         torch.testing.assert_close(quantizer.fake_quantize(values), by_bounds(values, point, 3), rtol=0, atol=1e-9)

@@ -20,8 +20,16 @@ from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Scratch
 from adalog.device import default_memory
 from adalog.inputs.demo.model import DemoViT
-from adalog.quantizers import Assignment, Fold, LogQuantizer, QuantizedTensor, UniformQuantizer
-from adalog.search.operand import Format, Operand
+from adalog.quantizers import (
+    Assignment,
+    Fold,
+    LogFormat,
+    LogQuantizer,
+    QuantizedTensor,
+    UniformFormat,
+    UniformQuantizer,
+)
+from adalog.search.operand import Operand
 from adalog.search.product import Product
 from commands import forked, forking
 from stored import serialise
@@ -324,8 +332,8 @@ def search_in_little_memory():
     kind = sys.argv[1]
     width, columns = (256, 64) if kind == "log" else (64, 256)
     x = torch.randn((1 << 25) // max(width, columns), width).abs_()
-    form = Format(4, log2_base=(0, 37)) if kind == "log" else Format(4)
-    left, right = Operand(x, form), Operand(torch.randn(columns, width), Format(4, own_dims=(0,)))
+    form = LogFormat(4, r=37) if kind == "log" else UniformFormat(4)
+    left, right = Operand(x, form), Operand(torch.randn(columns, width), UniformFormat(4, own_dims=(0,)))
     small = Operand(x[:64].clone(), form)
     search = Search(init=(4, 2), parents=1, steps=0, rounds=1)
     search.search_product(Product("linear", small, right))  # what only starting costs

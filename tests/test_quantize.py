@@ -15,8 +15,8 @@ from adalog import Calibration, CalibrationError, CaptureError, Config, Correcti
 from adalog.baselines import BlockRefinement, ReleasedSearch
 from adalog.calibration.calibration import digest
 from adalog.config import power_law_format
-from adalog.quantizers import QuantizedTensor
-from adalog.search.operand import Format, Operand
+from adalog.quantizers import QuantizedTensor, UniformFormat
+from adalog.search.operand import Operand
 from adalog.search.product import Product
 from adalog.search.tables import with_table
 from stored import serialise
@@ -226,7 +226,7 @@ def test_the_better_quantizer_after_an_activation(activation, gain, power, kind)
     (site,) = calibration.sites
     values = calibration.operand(site.left).flatten(0, -2)
     form = power_law_format("adalog", 4, config, -site.left_source.minimum)
-    weight = Operand(model.fc.weight.detach(), Format(4, own_dims=(0,)))
+    weight = Operand(model.fc.weight.detach(), UniformFormat(4, own_dims=(0,)))
     product = Product("linear", Operand(values, form), weight)
     log = with_table(product, config.search.search_product(product), config.tables)
     assert kind in chosen.left

@@ -506,14 +506,14 @@ def test_a_quantizer_is_compiled_whole():
 
 
 def test_the_largest_level_decides_a_symmetric_quantizer():
-    found = UniformQuantizer.reaching(torch.tensor([[3.5], [0.0]]), 4, 0.0)
+    found = UniformQuantizer.reaching(torch.tensor([[3.5], [0.0]]), 4)
     assert found.levels()[[0, -1]].tolist() == [-4.0, 3.5]
     assert float(found.scale[1]) > 0
 
 
 def test_kinds_that_take_more_than_one_number():
     with pytest.raises(ValueError, match="largest level alone does not determine a quantizer of the kind log"):
-        LogQuantizer.reaching(torch.ones(()), 4, 0.0)
+        LogQuantizer.reaching(torch.ones(()), 4)
 
 
 # --- twin uniform -------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import torch
 from adalog import Config
 from adalog.baselines import RangeSearch, ranges
 from adalog.config import power_law_format
-from adalog.quantizers import Fold, quantiles
-from adalog.search.operand import Format, Operand
+from adalog.quantizers import Fold, UniformFormat, quantiles
+from adalog.search.operand import Operand
 from adalog.search.product import Product
 from problems import assert_close, pick, rounded
 from strategies import normal
@@ -51,7 +51,7 @@ def test_ranges_of_a_linear(shares, bits):
     x, weight = normal(60, 12) * 2 + 0.7, normal(5, 12, seed=1) ** 3
     search = RangeSearch(percentiles=shares)
     found = search.search_product(
-        Product("linear", Operand(x, Format(bits)), Operand(weight, Format(bits, own_dims=(0,))))
+        Product("linear", Operand(x, UniformFormat(bits)), Operand(weight, UniformFormat(bits, own_dims=(0,))))
     )
     s, z = range_of(x, bits, shares)
     assert_close(found.left.scale, [s])
@@ -66,7 +66,7 @@ def test_the_shares_of_groups_are_their_own():
     """Outliers are clipped where they cost more than they are worth, in one channel and not in the other."""
     x = torch.stack([normal(2000), torch.cat([normal(1990, seed=1) / 50, torch.full((10,), 2.0)])], dim=1)
     search = RangeSearch(percentiles=(1.0, 0.99))
-    operand = Operand(x, Format(3, own_dims=(1,)))
+    operand = Operand(x, UniformFormat(3, own_dims=(1,)))
     found = ranges.own_range(operand, search)
     each = [range_of(x[:, channel], 3, search.percentiles) for channel in range(2)]
     assert_close(found.scale, [s for s, _ in each])
@@ -75,7 +75,7 @@ def test_the_shares_of_groups_are_their_own():
 
 
 def test_values_of_one_sign_have_ranges_that_hold_zero():
-    found = ranges.own_range(Operand(normal(50).abs() + 3, Format(4)), RangeSearch())
+    found = ranges.own_range(Operand(normal(50).abs() + 3, UniformFormat(4)), RangeSearch())
     assert float(found.zero_point) == 0
     assert float(found.quantize(torch.zeros(1, dtype=torch.float64))) == 0
 
@@ -86,7 +86,7 @@ def test_symmetric_weights(bits):
     x, weight = normal(20, 8), normal(3, 8, seed=1)
     search = RangeSearch(symmetric_weights=True)
     found = search.search_product(
-        Product("linear", Operand(x, Format(bits)), Operand(weight, Format(bits, own_dims=(0,))))
+        Product("linear", Operand(x, UniformFormat(bits)), Operand(weight, UniformFormat(bits, own_dims=(0,))))
     )
     h = 2 ** (bits - 1)
     assert_close(found.right.scale, [float(row.abs().max()) / (h - 0.5) for row in weight])
@@ -95,7 +95,7 @@ def test_symmetric_weights(bits):
     assert_close(found.left.scale, [s])
     assert_close(found.left.zero_point, [z])
     attention = search.search_product(
-        Product("qk", Operand(x[None], Format(bits)), Operand(weight[None], Format(bits)))
+        Product("qk", Operand(x[None], UniformFormat(bits)), Operand(weight[None], UniformFormat(bits)))
     )
     s, z = range_of(weight, bits, (1.0,))
     assert_close(attention.right.scale, [s])
@@ -106,7 +106,7 @@ def test_logarithms_scale_is_the_upper_end():
     """RepQ-ViT's log-sqrt2 among percentiles; FQ-ViT's log2 with the scale 1."""
     scores = (normal(2, 40, 40) * 3).softmax(-1)
     value = normal(2, 6, 40, seed=1)
-    right = Operand(value, Format(4))
+    right = Operand(value, UniformFormat(4))
     choices = replace(Config.preset("w4a4", "repq-vit"), beyond="zero")
     form = power_law_format("log-sqrt2", 4, choices, 0.0)
     shares = (0.999, 0.99, 0.9)
@@ -119,7 +119,7 @@ def test_logarithms_scale_is_the_upper_end():
 
     assert_close(found.left.scale, [pick([percentile(scores, share) for share in shares], loss)])
     assert (found.left.q, found.left.r, found.left.table) == (1, 2, False)
-    log2 = replace(form, log2_base=(1, 1))
+    log2 = replace(form, r=1)
     unit = RangeSearch(unit_softmax=True).search_product(Product("av", Operand(scores * 0.7, log2), right))
     assert float(unit.left.scale) == 1
 

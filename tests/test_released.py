@@ -10,9 +10,9 @@ from torch.nn.functional import gelu
 
 from adalog.baselines import ReleasedSearch, TwinUniformQuantizer, released
 from adalog.config import Config, power_law_format
-from adalog.quantizers import FLOAT_BITS, Fold, LogQuantizer
+from adalog.quantizers import FLOAT_BITS, Fold, LogQuantizer, UniformFormat
 from adalog.search.objective import ProductError
-from adalog.search.operand import Format, Operand
+from adalog.search.operand import Operand
 from adalog.search.product import Product
 from released_oracle import (
     ACTIVATIONS,
@@ -50,24 +50,25 @@ searches = pytest.mark.parametrize("search", [SHORT, GRID_ALONE], ids=["fpcs", "
 
 def linear(bits):
     x = normal(40, 6, seed=1) * torch.tensor([1, 2, 0.5, 1, 3, 1], dtype=torch.float64) + 0.3
-    return Operand(x, Format(bits)), Operand(normal(3, 6, seed=2), Format(bits, own_dims=(0,)))
+    return Operand(x, UniformFormat(bits)), Operand(normal(3, 6, seed=2), UniformFormat(bits, own_dims=(0,)))
 
 
 def after_gelu(bits, kind="adalog"):
     form = power_law_format(kind, bits, Config.preset("w4a4", "adalog-released"), DELTA)
-    return Operand(gelu(normal(40, 6, seed=3) * 2), form), Operand(normal(3, 6, seed=4), Format(bits, own_dims=(0,)))
+    weight = Operand(normal(3, 6, seed=4), UniformFormat(bits, own_dims=(0,)))
+    return Operand(gelu(normal(40, 6, seed=3) * 2), form), weight
 
 
 def queries(bits):
     spread = torch.tensor([0.3, 2.0], dtype=torch.float64).view(1, 2, 1, 1)
-    form = Format(bits, own_dims=(1,))
+    form = UniformFormat(bits, own_dims=(1,))
     return Operand(normal(3, 2, 5, 4, seed=5) * spread, form), Operand(normal(3, 2, 5, 4, seed=6), form)
 
 
 def after_softmax(bits, kind="adalog"):
     form = power_law_format(kind, bits, Config.preset("w4a4", "adalog-released"), 0.0)
     a = (normal(3, 2, 5, 5, seed=7) * 2).softmax(-1)
-    return Operand(a, form), Operand(normal(3, 2, 4, 5, seed=8), Format(bits, own_dims=(1,)))
+    return Operand(a, form), Operand(normal(3, 2, 4, 5, seed=8), UniformFormat(bits, own_dims=(1,)))
 
 
 def assert_points(quantizer, points):
@@ -134,7 +135,7 @@ def test_grids_of_a_product_of_activations(scored, bits):
 @pytest.mark.parametrize("bits", CONVS)
 def test_a_convolution_takes_a_float_image_and_searches_once(scored, bits):
     left, right = linear(bits)
-    left = replace(left, format=Format(FLOAT_BITS))
+    left = replace(left, format=UniformFormat(FLOAT_BITS))
     found = replace(SHORT, rounds=3).search_product(Product("conv", left, right))
     assert found.left is None
     assert len(scored) == SHORT.steps
@@ -175,7 +176,7 @@ def test_quantiles_of_long_tensors_are_those_of_their_pieces(scored, monkeypatch
 def test_fpcs_refines_scales_alone_and_loses_its_parents(scored):
     """Each step's candidates from the last one's: no parent among them, and the spacing divided by 7.5 instead of 7."""
     left, right = linear(4)
-    left = replace(left, format=Format(FLOAT_BITS))
+    left = replace(left, format=UniformFormat(FLOAT_BITS))
     row, x = right.values[:1], left.values
     found = SEARCH.search_product(Product("linear", left, replace(right, values=row)))
 
@@ -249,13 +250,13 @@ def test_rough_losses_of_large_operands_end_at_no_worse_points(monkeypatch, kind
 
     monkeypatch.setattr(released, "_MANY", 1 << 17)
     monkeypatch.setattr(released, "_ROWS", 1024)
-    left = Operand(noise(1024, 128), Format(bits))
-    right = Operand(noise(48, 128), Format(bits, own_dims=(0,)))
+    left = Operand(noise(1024, 128), UniformFormat(bits))
+    right = Operand(noise(48, 128), UniformFormat(bits, own_dims=(0,)))
     if kind in ("adalog", "log-sqrt2"):
         form = power_law_format(kind, bits, Config.preset("w4a4", "adalog-released"), DELTA)
         left = Operand(gelu(left.values), form)
     elif kind in ("qk", "av"):
-        left, right = (Operand(noise(8, 2, 96, 96), Format(bits, own_dims=(1,))) for _ in range(2))
+        left, right = (Operand(noise(8, 2, 96, 96), UniformFormat(bits, own_dims=(1,))) for _ in range(2))
         if kind == "av":
             form = power_law_format("adalog", bits, Config.preset("w4a4", "adalog-released"), 0.0)
             left = Operand(left.values.softmax(-1), form)

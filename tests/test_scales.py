@@ -9,9 +9,18 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from adalog.baselines import RangeSearch, ScaleSearch, SplitUniformQuantizer, TwinUniformQuantizer, scales
-from adalog.quantizers import FLOAT_BITS
-from adalog.search.operand import Format, Operand
+from adalog.baselines import (
+    MaxKeptFormat,
+    RangeSearch,
+    ScaleSearch,
+    SplitFormat,
+    SplitUniformQuantizer,
+    TwinFormat,
+    TwinUniformQuantizer,
+    scales,
+)
+from adalog.quantizers import FLOAT_BITS, UniformFormat
+from adalog.search.operand import Operand
 from adalog.search.product import Product
 from problems import assert_close, pick, rounded
 from strategies import normal
@@ -51,7 +60,7 @@ def test_scales_of_a_linear(metric, labels):
     search = ScaleSearch(metric=metric, **FEW)
     splits = None if labels is None else torch.tensor(labels)
     groups = labels or [0, 1, 2, 3]
-    operands = Operand(x, Format(bits)), Operand(weight, Format(bits, own_dims=(0,)))
+    operands = Operand(x, UniformFormat(bits)), Operand(weight, UniformFormat(bits, own_dims=(0,)))
     by_gradient = weights if metric == "hessian" else None
     found = search.search_product(Product("linear", *operands, weights=by_gradient, row_splits=splits))
 
@@ -93,7 +102,7 @@ def test_rounds_end_once_an_operand_stays_as_it_is(role, monkeypatch):
         return search(self, error, *rough)
 
     monkeypatch.setattr(scales._Scaled, "search", counted)
-    operands = Operand(normal(40, 12) * 2, Format(3)), Operand(normal(6, 12, seed=1), Format(3, own_dims=()))
+    operands = Operand(normal(40, 12) * 2, UniformFormat(3)), Operand(normal(6, 12, seed=1), UniformFormat(3))
     choices = ScaleSearch(metric="squared", candidates=12, rounds=100)
     found = choices.search_product(Product(role, *operands))
     assert 2 < len(beside) < 12
@@ -110,7 +119,7 @@ def test_scales_of_queries_and_keys_by_head(metric):
     bits, q, k = 4, normal(2, 3, 7, 5), normal(2, 3, 7, 5, seed=1) * 3
     weights = normal(2, 3, 7, 7, seed=2).square()
     search = ScaleSearch(metric=metric, **FEW)
-    form = Format(bits, own_dims=(1,))
+    form = UniformFormat(bits, own_dims=(1,))
     found = search.search_product(Product("qk", Operand(q, form), Operand(k, form), weights=weights))
     for head in range(3):
         a, b, output = q[:, head], k[:, head], q[:, head] @ k[:, head].mT
@@ -144,7 +153,7 @@ def test_the_split_after_softmax(bits, released):
     scores, value = (normal(2, 2, 9, 9) * 2).softmax(-1), normal(2, 2, 4, 9, seed=1)
     weights = normal(2, 2, 9, 4, seed=2).square()
     search = ScaleSearch(released=released, **FEW)
-    operands = Operand(scores, Format(bits, unit="split")), Operand(value, Format(bits))
+    operands = Operand(scores, SplitFormat(bits)), Operand(value, UniformFormat(bits))
     found = search.search_product(Product("av", *operands, weights=weights))
     first = start(value, bits)
     output, t = scores @ value.mT, first
@@ -171,8 +180,8 @@ def test_twin_scales_after_gelu():
     search = ScaleSearch(metric="squared", **FEW)
     delta = 0.16997
     operands = (
-        Operand(x, Format(bits, one_scale=TwinUniformQuantizer, offset=delta)),
-        Operand(weight, Format(bits, own_dims=(0,))),
+        Operand(x, TwinFormat(bits, offset=delta)),
+        Operand(weight, UniformFormat(bits, own_dims=(0,))),
     )
     product = Product("linear", *operands, row_splits=torch.zeros(3, dtype=torch.int64))
     found = search.search_product(product)
@@ -201,7 +210,7 @@ def test_twin_scales_after_gelu():
 def test_the_largest_weights_of_attention_are_kept():
     """APQ-ViT: all 2^b codes from zero to the maximum, whatever the output's error."""
     scores, value = (normal(2, 9, 9) * 4).softmax(-1), normal(2, 4, 9, seed=1)
-    operands = Operand(scores, Format(3, unit="max-kept")), Operand(value, Format(3))
+    operands = Operand(scores, MaxKeptFormat(3)), Operand(value, UniformFormat(3))
     found = ScaleSearch(metric="squared", **FEW).search_product(Product("av", *operands))
     assert_close(found.left.scale, [float(scores.max()) / 7])
     assert float(found.left.zero_point) == 0
@@ -212,7 +221,7 @@ def test_the_largest_weights_of_attention_are_kept():
 def test_float_operands_stay(search):
     x, weight = normal(20, 4), normal(3, 4, seed=1)
     for bits in ((FLOAT_BITS, 4), (4, FLOAT_BITS), (FLOAT_BITS, FLOAT_BITS)):
-        left, right = Operand(x, Format(bits[0])), Operand(weight, Format(bits[1], own_dims=(0,)))
+        left, right = Operand(x, UniformFormat(bits[0])), Operand(weight, UniformFormat(bits[1], own_dims=(0,)))
         found = search.search_product(Product("linear", left, right))
         assert [side is None for side in (found.left, found.right)] == [width == FLOAT_BITS for width in bits]
     assert found.sqnr == math.inf
@@ -222,10 +231,10 @@ def test_float_operands_stay(search):
 def test_samples_leave_the_best_candidates(metric):
     """Of many rows, or images, some choose which candidates are scored on all."""
     x, weight = normal(1300, 8).float(), normal(6, 8, seed=1).float()
-    form = Format(3, own_dims=(1,))
+    form = UniformFormat(3, own_dims=(1,))
     q, k = normal(33, 2, 7, 5).float(), normal(33, 2, 7, 5, seed=1).float()
     for role, left, right, size in (
-        ("linear", Operand(x, Format(3)), Operand(weight, Format(3, own_dims=(0,))), (1300, 6)),
+        ("linear", Operand(x, UniformFormat(3)), Operand(weight, UniformFormat(3, own_dims=(0,))), (1300, 6)),
         ("qk", Operand(q, form), Operand(k, form), (33, 2, 7, 7)),
     ):
         weights = normal(*size, seed=2).square().float() if metric == "hessian" else None
@@ -237,7 +246,7 @@ def test_samples_leave_the_best_candidates(metric):
 
 def test_a_zero_operand_keeps_finite_scales():
     zero = torch.zeros(6, 4)
-    product = Product("linear", Operand(zero, Format(4)), Operand(zero[:3], Format(4, own_dims=(0,))))
+    product = Product("linear", Operand(zero, UniformFormat(4)), Operand(zero[:3], UniformFormat(4, own_dims=(0,))))
     for search in (RangeSearch(), ScaleSearch(metric="cosine", **FEW)):
         found = search.search_product(product)
         for side in (found.left, found.right):
@@ -260,7 +269,7 @@ def equal_rows(size, dtype=torch.float64):
 
 
 def found_scales(x, weight, search, row_splits=None):
-    operands = Operand(x, Format(TIE_BITS)), Operand(weight, Format(TIE_BITS, own_dims=(0,)))
+    operands = Operand(x, UniformFormat(TIE_BITS)), Operand(weight, UniformFormat(TIE_BITS, own_dims=(0,)))
     return search.search_product(Product("linear", *operands, row_splits=row_splits)).right.scale.flatten()
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from adalog.quantizers import LogQuantizer, UniformQuantizer
+from adalog.quantizers import LogFormat, LogQuantizer, UniformQuantizer
 from adalog.search import tables
-from adalog.search.operand import Format, Operand
+from adalog.search.operand import Operand
 from adalog.search.product import Product
 from adalog.search.tables import with_table, with_tables
 from problems import SMALL, after_gelu, after_softmax, fixed_base
@@ -25,7 +25,7 @@ from strategies import R, normal
 )
 def test_a_table_takes_another_scale_only_if_the_exact_error_is_less(exact, changes):
     """The rough error asks for the scale 1.13 each time."""
-    left = Operand(normal(20, 8).abs(), Format(4, log2_base=(0, R)))
+    left = Operand(normal(20, 8).abs(), LogFormat(4, r=R))
     quantizer = LogQuantizer(torch.tensor(1.0, dtype=torch.float64), 20, R, 4)
     second = UniformQuantizer(torch.tensor(0.1, dtype=torch.float64), torch.tensor(8.0, dtype=torch.float64), 4)
 

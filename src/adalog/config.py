@@ -5,11 +5,20 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from adalog.baselines import BlockRefinement, Evolution, RangeSearch, ReleasedSearch, ScaleSearch, TwinUniformQuantizer
+from adalog.baselines import (
+    BlockRefinement,
+    Evolution,
+    MaxKeptFormat,
+    RangeSearch,
+    ReleasedSearch,
+    ScaleSearch,
+    SplitFormat,
+    TwinFormat,
+)
 from adalog.baselines.fisher import LOSSES as FISHER_LOSSES
 from adalog.calibration.block_errors import LOSSES as BLOCK_LOSSES
 from adalog.calibration.refinement import Refinement
@@ -27,10 +36,18 @@ from adalog.choices import (
     kind_to_json,
 )
 from adalog.methods import METHODS
-from adalog.quantizers import FLOAT_BITS, Beyond, Quantizer, Rounding, UniformQuantizer
+from adalog.quantizers import (
+    FLOAT_BITS,
+    Beyond,
+    Format,
+    LargestLevelFormat,
+    LogFormat,
+    Rounding,
+    UniformFormat,
+    UniformQuantizer,
+)
 from adalog.search import AnySearch
 from adalog.search.bounds import Search
-from adalog.search.operand import Format
 
 PowerLaw = Literal["uniform", "twin", "log2", "log-sqrt2", "adalog"]
 PostSoftmax = Literal[PowerLaw, "split", "max-kept"]
@@ -304,16 +321,18 @@ class Config:
 
 def weight_format(config: Config, *own_dims: int) -> Format:
     """Return the format of a weight that has parameters of its own along these dimensions."""
-    return Format(config.weight_bits, own_dims, one_scale=_one_scale(config.weights))
+    return _range_format(config.weights, config.weight_bits, own_dims)
 
 
 def uniform_format(bits: int, config: Config, *own_dims: int) -> Format:
     """Return the format of an activation with a uniform quantizer, which has parameters of its own along dimensions."""
-    return Format(bits, own_dims, one_scale=_one_scale(config.activations))
+    return _range_format(config.activations, bits, own_dims)
 
 
-def _one_scale(kind: Range) -> type[Quantizer] | None:
-    return UniformQuantizer if kind == "symmetric" else None
+def _range_format(kind: Range, bits: int, own_dims: tuple[int, ...]) -> Format:
+    if kind == "symmetric":
+        return LargestLevelFormat(bits, own_dims, kind=UniformQuantizer)
+    return UniformFormat(bits, own_dims)
 
 
 def power_law_format(kind: PostSoftmax, bits: int, config: Config, offset: float) -> Format:
@@ -321,16 +340,17 @@ def power_law_format(kind: PostSoftmax, bits: int, config: Config, offset: float
 
     log2 and log-sqrt2 use exact powers, with a float scale as in their papers. AdaLog uses the rounded tables of Eq. 9.
     """
-    if kind in ("split", "max-kept"):
-        return Format(bits, unit=kind)
-    if kind == "twin":
-        return Format(bits, one_scale=TwinUniformQuantizer, offset=offset)
     if kind == "uniform" or bits == FLOAT_BITS:
-        return replace(uniform_format(bits, config), offset=offset)
-    base = {"log2": (1, 1), "log-sqrt2": (1, 2), "adalog": (0, config.r)}[kind]
-    return Format(
+        return uniform_format(bits, config)
+    if kind == "twin":
+        return TwinFormat(bits, offset=offset)
+    if kind in ("split", "max-kept"):
+        return SplitFormat(bits) if kind == "split" else MaxKeptFormat(bits)
+    q, r = {"log2": (1, 1), "log-sqrt2": (1, 2), "adalog": (0, config.r)}[kind]
+    return LogFormat(
         bits,
-        log2_base=base,
+        r=r,
+        q=q,
         q_min=config.q_min,
         q_max=config.q_max,
         table=kind == "adalog",

@@ -5,15 +5,18 @@ from adalog.baselines.evolution import Evolution
 from adalog.baselines.ranges import RangeSearch
 from adalog.baselines.released import ReleasedSearch
 from adalog.baselines.scales import ScaleSearch
-from adalog.baselines.split import SplitUniformQuantizer
-from adalog.baselines.twin import TwinUniformQuantizer
+from adalog.baselines.split import MaxKeptFormat, SplitFormat, SplitUniformQuantizer
+from adalog.baselines.twin import TwinFormat, TwinUniformQuantizer
 
 __all__ = [
     "BlockRefinement",
     "Evolution",
+    "MaxKeptFormat",
     "RangeSearch",
     "ReleasedSearch",
     "ScaleSearch",
+    "SplitFormat",
     "SplitUniformQuantizer",
+    "TwinFormat",
     "TwinUniformQuantizer",
 ]

@@ -24,7 +24,9 @@ from adalog.choices import check_choice, check_flag, check_number, check_whole
 from adalog.quantizers import (
     Assignment,
     Fold,
+    LogFormat,
     Quantizer,
+    UniformFormat,
     UniformQuantizer,
     bounds_to_uniform,
     symmetric_scale,
@@ -33,7 +35,7 @@ from adalog.quantizers import (
 )
 from adalog.quantizers.quantiles import quantiles
 from adalog.search import AnySearch, Needs
-from adalog.search.operand import Format, Operand
+from adalog.search.operand import Operand
 from adalog.search.product import Product
 from adalog.search.strategies import first_least
 
@@ -101,7 +103,7 @@ class RangeSearch(AnySearch):
         first: Quantizer | None = product.shared
         if left.is_float:
             first = None
-        elif first is None and self.unit_softmax and product.role == "av" and left.format.log2_base is not None:
+        elif first is None and self.unit_softmax and product.role == "av" and isinstance(left.format, LogFormat):
             first = left.quantizer(left.values.new_ones(1))
         elif first is None:
             first = own_range(left, self)
@@ -142,13 +144,11 @@ def _ends(operand: Operand, low: Tensor, high: Tensor, symmetric: bool) -> Tenso
     form = operand.format
     shape = [operand.values.shape[dim] for dim in form.own_dims]
     low, high = low.reshape(shape), high.reshape(shape)
-    if not form.is_uniform:
-        return (high + (0.0 if form.twin else form.offset))[None]
     if symmetric:
         half = symmetric_zero_point(form.bits)
         scale = symmetric_scale(torch.maximum(high.abs(), low.abs()), form.bits)
         low, high = -half * scale, (half - 1) * scale
-    return torch.stack([low, high])
+    return form.point_reaching(low, high)
 
 
 def _own_error(operand: Operand, point: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def _own_error(operand: Operand, point: Tensor) -> Tensor:
 
 def own_channels(values: Tensor, bits: int, search: RangeSearch) -> tuple[Tensor, Tensor]:
     """Return (scale, zero_point), each (C,), of one uniform quantizer per channel."""
-    quantizer = own_range(Operand(values, Format(bits, own_dims=(1,))), search)
+    quantizer = own_range(Operand(values, UniformFormat(bits, own_dims=(1,))), search)
     assert isinstance(quantizer, UniformQuantizer)
     return quantizer.scale.flatten(), quantizer.zero_point.flatten()
 

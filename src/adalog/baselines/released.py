@@ -25,14 +25,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from adalog.baselines.twin import TwinUniformQuantizer
+from adalog.baselines.twin import TwinFormat, TwinUniformQuantizer
 from adalog.choices import check_flag, check_whole
 from adalog.device import chunk_elements
 from adalog.quantizers import (
     Assignment,
+    Errors,
     Fold,
+    LogFormat,
     LogQuantizer,
     Quantizer,
+    UniformFormat,
     UniformQuantizer,
     symmetric_scale,
     symmetric_zero_point,
@@ -41,8 +44,8 @@ from adalog.quantizers import (
 from adalog.quantizers.fused import sums, uniform_errors
 from adalog.quantizers.quantiles import QUANTILE_LIMIT, quantiles
 from adalog.search import AnySearch
-from adalog.search.objective import Errors, ProductError
-from adalog.search.operand import Format, Operand
+from adalog.search.objective import ProductError
+from adalog.search.operand import Operand
 from adalog.search.product import Product
 from adalog.search.strategies import Loss
 
@@ -83,7 +86,7 @@ class ReleasedSearch(AnySearch):
         return "" if weight_bits == activation_bits else why
 
     def fold_channels(self, values: Tensor, bits: int, weight: Tensor) -> tuple[Fold, UniformQuantizer | None]:
-        operand = Operand(values, Format(bits, own_dims=(1,)))
+        operand = Operand(values, UniformFormat(bits, own_dims=(1,)))
         quantizer = _UniformSpace(operand, min(2**bits, 16), self, _LEAST_SCALE).start(own_error=True)
         return Fold.sharing(quantizer.scale.flatten(), quantizer.zero_point.flatten()), None
 
@@ -93,10 +96,10 @@ class ReleasedSearch(AnySearch):
         zero_points = min(half, POINTS // 2) if product.role == "conv" else min(half, 16)
         seconds = _UniformSpace(right, zero_points, self, _LEAST_SCALE if of_activations else _TINY)
         firsts: _UniformSpace | _LogSpace | _TwinSpace
-        if left.format.twin:
-            firsts = _TwinSpace(left)
-        elif left.format.log2_base is not None:
-            firsts = _LogSpace(left, self, scale_is_one=product.role == "av")
+        if isinstance(left.format, TwinFormat):
+            firsts = _TwinSpace(left, left.format)
+        elif isinstance(left.format, LogFormat):
+            firsts = _LogSpace(left, left.format, self, scale_is_one=product.role == "av")
         else:
             count = zero_points if of_activations else min(2**left.format.bits, 16)
             firsts = _UniformSpace(left, count, self, _LEAST_SCALE)
@@ -273,27 +276,21 @@ class _LogSpace:
     """AdaLog quantizers as points (scale, q), even if the format has a fixed base; `final` sets that base."""
 
     operand: Operand
+    form: LogFormat
     search_choices: ReleasedSearch
     scale_is_one: bool
 
-    @property
-    def _radix(self) -> int:
-        base = self.operand.format.log2_base
-        assert base is not None
-        return _RADIX if base[0] else base[1]
+    @cached_property
+    def _searched(self) -> LogFormat:
+        """The format with the bases of AdaLog."""
+        return replace(self.form, q=0, r=_RADIX if self.form.q else self.form.r, table=True)
 
     def _quantizer(self, scale: Tensor, q: int) -> LogQuantizer:
-        form = self.operand.format
-        return LogQuantizer(
-            scale, q, self._radix, form.bits, form.beyond, form.rounding, table=True, offset=form.offset
-        )
+        return self._searched.with_base(scale, q)
 
     def final(self, quantizer: LogQuantizer) -> LogQuantizer:
         """Return the quantizer with the base of the format, if that is fixed."""
-        form = self.operand.format
-        assert form.log2_base is not None
-        q, r = form.log2_base
-        return replace(quantizer, q=q, r=r, table=form.table) if q else quantizer
+        return self.form.with_base(quantizer.scale, self.form.q) if self.form.q else quantizer
 
     @cached_property
     def _span(self) -> tuple[Tensor, Tensor]:
@@ -303,7 +300,7 @@ class _LogSpace:
         if not len(positive):
             positive = values.new_ones(1)
         low, high = (positive[math.ceil(p * len(positive)) - 1] for p in (0.9, 1.0))
-        return low + self.operand.format.offset, high + self.operand.format.offset
+        return low + self.form.offset, high + self.form.offset
 
     def start(self, *, own_error: bool) -> LogQuantizer:
         """Return the quantizer with q = 37. own_error: not used.
@@ -321,8 +318,7 @@ class _LogSpace:
         All q are tried at the current scale, then scales for the 8 best q (without refinement, for the best q only).
         """
         assert isinstance(current, LogQuantizer)
-        form = self.operand.format
-        if self.scale_is_one and form.log2_base is not None and form.log2_base[0]:
+        if self.scale_is_one and self.form.q:
             return self.final(current)
 
         def errors(values: Tensor) -> Errors:
@@ -333,12 +329,11 @@ class _LogSpace:
             return exact
 
         def rough(values: Tensor) -> Errors:
-            by_table = searched.errors(values)
+            by_table = self._searched.errors(values)
             return lambda points, dtype: by_table(torch.stack([points[:, 1].log2(), points[:, 0]], dim=1), dtype)
 
-        searched = replace(self.operand, format=replace(form, log2_base=(0, self._radix), table=True))
         scores = _Scores.of(error, errors, rough)
-        q = torch.arange(form.q_min, form.q_max + 1).to(error.left)
+        q = torch.arange(self.form.q_min, self.form.q_max + 1).to(error.left)
         points = torch.stack([current.scale.expand(len(q)), q], dim=1)
         if self.scale_is_one:
             return self._quantizer(current.scale, round(float(scores.best(points)[1])))
@@ -358,17 +353,18 @@ class _TwinSpace:
     """Twin quantizers whose positive scale is a power of two times the negative one, which spans the offset."""
 
     operand: Operand
+    form: TwinFormat
 
     def _quantizer(self, scale: Tensor) -> TwinUniformQuantizer:
-        return TwinUniformQuantizer.of(scale, self.operand.format.bits, self.operand.format.offset)
+        return TwinUniformQuantizer.of(scale, self.form.bits, self.form.offset)
 
     def start(self, *, own_error: bool) -> TwinUniformQuantizer:
         """Return the quantizer whose positive half spans the largest magnitude. own_error: not used."""
-        return self._quantizer(symmetric_scale(self.operand.values.abs().max(), self.operand.format.bits))
+        return self._quantizer(symmetric_scale(self.operand.values.abs().max(), self.form.bits))
 
     def search(self, error: ProductError, current: Quantizer) -> TwinUniformQuantizer:
         """Return the best of 29 powers of two by the product's error. current: not used."""
-        negative = self.operand.format.offset / symmetric_zero_point(self.operand.format.bits)
+        negative = self.form.offset / symmetric_zero_point(self.form.bits)
         points = negative * torch.exp2(torch.arange(-5, 24)).to(error.left)[:, None]
 
         def candidates(some: Tensor) -> Tensor:

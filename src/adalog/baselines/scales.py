@@ -27,13 +27,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from adalog.baselines.split import SplitUniformQuantizer
-from adalog.baselines.twin import TwinUniformQuantizer
+from adalog.baselines.split import MaxKeptFormat, SplitFormat, SplitUniformQuantizer
+from adalog.baselines.twin import TwinFormat, TwinUniformQuantizer
 from adalog.choices import check_choice, check_flag, check_span, check_whole
 from adalog.quantizers import (
     Assignment,
-    LogQuantizer,
+    Errors,
+    LogFormat,
     Quantizer,
+    UniformFormat,
     UniformQuantizer,
     symmetric_scale,
     symmetric_zero_point,
@@ -42,7 +44,6 @@ from adalog.quantizers.fused import products, uniform_errors
 from adalog.quantizers.quantiles import coprime
 from adalog.search import AnySearch, Needs
 from adalog.search.forms import error_base, gains_from_bfloat16
-from adalog.search.objective import Errors
 from adalog.search.operand import Operand
 from adalog.search.product import Product
 
@@ -239,23 +240,25 @@ class _Scaled:
 
     @property
     def is_searched(self) -> bool:
-        return not self.operand.is_float and self.operand.format.unit != "max-kept"
+        return not self.operand.is_float and not isinstance(self.operand.format, MaxKeptFormat)
 
     def start(self) -> Tensor:
         """Return the first scale s0; for a split quantizer it is 1, the whole interval."""
         form, groups = self.operand.format, self.operand.groups()
         shape = [self.operand.values.shape[dim] for dim in form.own_dims]
-        if form.unit == "split":
-            return groups.new_ones(shape)
-        if form.unit == "max-kept":
-            return groups.amax(1).reshape(shape) / (2**form.bits - 1)
         if self.operand.is_float:
             return groups.new_zeros(shape)
-        if form.log2_base is not None:
-            return (groups.amax(1) + form.offset).clamp(min=_TINY).reshape(shape)
-        ends = groups.amax(1) if form.twin else groups.abs().amax(1)
-        scale = symmetric_scale(ends.clamp(min=_TINY), form.bits)
-        return self._merged(scale, torch.amax).reshape(shape)
+        match form:
+            case SplitFormat():
+                scale = groups.new_ones(len(groups))
+            case MaxKeptFormat():
+                scale = groups.amax(1) / (2**form.bits - 1)
+            case LogFormat():
+                scale = (groups.amax(1) + form.offset).clamp(min=_TINY)
+            case _:
+                ends = groups.amax(1) if isinstance(form, TwinFormat) else groups.abs().amax(1)
+                scale = self._merged(symmetric_scale(ends.clamp(min=_TINY), form.bits), torch.amax)
+        return scale.reshape(shape)
 
     def _merged(self, values: Tensor, function: Callable[..., Tensor]) -> Tensor:
         """Replace the values (..., groups) of groups that share a scale by their sum or maximum."""
@@ -273,7 +276,7 @@ class _Scaled:
         rough: the error of a sample, which selects the candidates that the whole error then scores.
         """
         start = self.start()
-        if self.operand.format.unit == "split":
+        if isinstance(self.operand.format, SplitFormat):
             factors = torch.exp2(-torch.arange(_SPLITS, dtype=torch.float64))
         else:
             low, high = self.choices.span
@@ -299,7 +302,7 @@ class _Scaled:
 
     def _errors(self, values: Tensor, points: Tensor, dtype: torch.dtype) -> Tensor:
         form = self.operand.format
-        if form.is_uniform:
+        if isinstance(form, UniformFormat):
             middle = torch.full_like(points, symmetric_zero_point(form.bits))
             return uniform_errors(values, points, middle, form.bits, form.own_dims, dtype)
         hats = [self.quantizer(point) for point in points]
@@ -311,17 +314,16 @@ class _Scaled:
         if point is None or self.operand.is_float:
             return None
         half = symmetric_zero_point(form.bits)
-        if form.unit == "split":
-            return SplitUniformQuantizer(
-                point / (half - 1), torch.ones_like(point) / (half - 1), form.bits, self.choices.released
-            )
-        if form.unit == "max-kept":
-            return UniformQuantizer(point.clamp(min=_TINY), torch.zeros_like(point), form.bits)
-        if form.twin:
-            return TwinUniformQuantizer.of(point, form.bits, form.offset)
-        if form.log2_base is not None:
-            q, r = form.log2_base
-            return LogQuantizer(point, q, r, form.bits, form.beyond, form.rounding, form.table, offset=form.offset)
+        match form:
+            case SplitFormat():
+                coarse = torch.ones_like(point) / (half - 1)
+                return SplitUniformQuantizer(point / (half - 1), coarse, form.bits, self.choices.released)
+            case MaxKeptFormat():
+                return UniformQuantizer(point.clamp(min=_TINY), torch.zeros_like(point), form.bits)
+            case TwinFormat():
+                return TwinUniformQuantizer.of(point, form.bits, form.offset)
+            case LogFormat():
+                return form.with_base(point, form.q)
         scale = self.operand.shaped(point)[0]
         return UniformQuantizer(scale, torch.full_like(scale, half), form.bits)
 

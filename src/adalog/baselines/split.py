@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adalog.errors import ArtifactError
+from adalog.quantizers.formats import Format
 from adalog.quantizers.quantizer import Quantizer, at_least_float32, check_bits, decimals, read_scale
 from adalog.quantizers.uniform import symmetric_zero_point
 
@@ -90,3 +91,13 @@ class SplitUniformQuantizer(Quantizer):
         if type(given["sums"]) is not bool:
             raise ArtifactError(f"quantizer {name} has sums = {given['sums']!r}, which is neither true nor false")
         return SplitUniformQuantizer(scale, coarse, given["bits"], given["sums"])
+
+
+@dataclass(frozen=True)
+class SplitFormat(Format):
+    """Split quantizers, for values in [0, 1], which only `ScaleSearch` finds."""
+
+
+@dataclass(frozen=True)
+class MaxKeptFormat(Format):
+    """Uniform quantizers from zero to the largest value (APQ-ViT), which only `ScaleSearch` finds."""

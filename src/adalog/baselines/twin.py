@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from adalog.quantizers.formats import Format, positive_box
 from adalog.quantizers.quantizer import Quantizer, at_least_float32, check_bits, decimals, read_scale
 from adalog.quantizers.uniform import symmetric_zero_point
 
@@ -22,7 +23,6 @@ class TwinUniformQuantizer(Quantizer):
     """
 
     kind: ClassVar[str] = "twin"
-    spans_offset: ClassVar[bool] = True
     scale: Tensor
     negative_scale: Tensor
     bits: int
@@ -38,11 +38,6 @@ class TwinUniformQuantizer(Quantizer):
     def dequantize(self, code: Tensor) -> Tensor:
         signed = code.to(self.scale.dtype) - symmetric_zero_point(self.bits)
         return signed.clamp(min=0) * self.scale + signed.clamp(max=0) * self.negative_scale
-
-    @classmethod
-    def reaching(cls, upper: Tensor, bits: int, offset: float) -> "TwinUniformQuantizer":
-        """Return the quantizer whose largest level is `upper`; the negative scale spans the offset."""
-        return cls.of((upper / (symmetric_zero_point(bits) - 1)).clamp(min=1e-12), bits, offset)
 
     @classmethod
     def of(cls, scale: Tensor, bits: int, offset: float) -> "TwinUniformQuantizer":
@@ -84,3 +79,32 @@ class TwinUniformQuantizer(Quantizer):
     def of_fields(cls, name: str, given: Mapping[str, Any], scale: Tensor) -> "TwinUniformQuantizer":
         negative = read_scale(name, given["negative_scale"], list(scale.shape), scale.dtype)
         return TwinUniformQuantizer(scale, negative, given["bits"])
+
+
+@dataclass(frozen=True)
+class TwinFormat(Format):
+    """Twin quantizers whose negative scale spans the offset; a point is the largest value.
+
+    offset: how far the values reach below zero.
+    """
+
+    offset: float = 0.0
+
+    @property
+    def title(self) -> str:
+        return "twin uniform"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("largest value",)
+
+    def of(self, points: Tensor) -> TwinUniformQuantizer:
+        scale = (points[:, 0] / (symmetric_zero_point(self.bits) - 1)).clamp(min=1e-12)
+        return TwinUniformQuantizer.of(scale, self.bits, self.offset)
+
+    def box(self, groups: Tensor, reach: float, stack: int = 1) -> tuple[Tensor, Tensor]:
+        """Return the percentiles 0.9 and 1 of the positive values."""
+        return positive_box(groups, 0.0, stack)
+
+    def point_of(self, quantizer: Quantizer) -> Tensor | None:
+        return quantizer.bounds()[1][None] if isinstance(quantizer, TwinUniformQuantizer) else None

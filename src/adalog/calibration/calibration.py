@@ -48,9 +48,8 @@ from adalog.graph.tracing import trace
 from adalog.ledger import ledger_of
 from adalog.model import QuantizedModel
 from adalog.quantized import QuantizedProgram
-from adalog.quantizers import FLOAT_BITS, Assignment, Fold, UniformQuantizer
+from adalog.quantizers import FLOAT_BITS, Assignment, Fold, Format, UniformQuantizer
 from adalog.search.bounds import Search, uniform_is_closer
-from adalog.search.operand import Format
 from adalog.search.product import Product
 from adalog.search.tables import with_tables
 from adalog.version import source_hash

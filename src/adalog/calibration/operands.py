@@ -18,10 +18,10 @@ from adalog.graph.convolution import conv_geometry, patch_view
 from adalog.graph.program import Program
 from adalog.graph.rewrite import SiteGroup
 from adalog.graph.sites import Pair, Site
-from adalog.quantizers import FLOAT_BITS, Fold, at_least_float32
+from adalog.quantizers import FLOAT_BITS, Fold, Format, at_least_float32
 from adalog.quantizers.quantiles import coprime
 from adalog.search.bounds import Search
-from adalog.search.operand import Format, Operand
+from adalog.search.operand import Operand
 
 OperandKind = Literal["weight", "activation", "softmax", "input"]
 _BYTES_PER_ELEMENT = 16  # approximate bytes of a search's temporaries per element (`_product_elements`)
@@ -96,7 +96,7 @@ def formats_of(site: Site, config: Config) -> list[Format]:
     power_law = power_law_format(config.post_gelu, bits, config, offset)
     compares = isinstance(config.search, Search) and config.search.compare_uniform
     sure = rarely_uniform(site) and not compares
-    return [power_law] if sure or power_law.log2_base is None else [power_law, uniform_format(bits, config)]
+    return [power_law] if sure or not power_law.for_power_laws else [power_law, uniform_format(bits, config)]
 
 
 def rarely_uniform(site: Site) -> bool:
@@ -124,8 +124,8 @@ def operands_of(
         right = seen[site.right].transpose(-1, -2).contiguous()
         lead = torch.broadcast_shapes(x.shape[:-2], right.shape[:-2])
         x, right = (value.expand(*lead, *value.shape[-2:]) for value in (x, right))
-        if site.role == "qk" and (activation.is_uniform or activation.is_symmetric):
-            activation = replace(activation, own_dims=own[0])
+        if site.role == "qk":
+            activation = activation.by_groups(own[0])
         alike = site.role == "qk"  # the rows of transposed V are channels
         return Operand(x, activation), Operand(
             right, uniform_format(config.activation_bits, config, *own[1]), alike=alike
@@ -260,7 +260,7 @@ def _conv_operands(
         return _conv_rows([ones] * len(images), len(images), overlap)
 
     mask, x = None, joined([rows(images) for images in inputs], dim=-2)
-    if any(padding) and activation.log2_base is not None:
+    if any(padding) and not activation.has_zero:
         mask = joined([inside(images) for images in inputs], dim=-2).expand_as(x)
     left = in_format(Operand(x, activation, mask), activation, config)
     if groups == 1:
@@ -271,12 +271,13 @@ def _conv_operands(
 def in_format(operand: Operand, activation: Format, config: Config) -> Operand:
     """Return the left operand of a linear or convolution in another format, with the same values.
 
-    operand: in a logarithmic format, if the new format is logarithmic too: only such a format has a mask. A grouped
-    convolution, (groups, T, I), has one uniform scale per group unless the choices say otherwise.
+    operand: in a format without a level for zero, if the new one has none either: only such a format has a mask. A
+    grouped convolution, (groups, T, I), has one scale per group if the format can have that, unless the choices say
+    otherwise.
     """
-    if (activation.is_uniform or activation.is_symmetric) and operand.values.ndim == 3 and config.per_group:
-        activation = replace(activation, own_dims=(0,))
-    return replace(operand, format=activation, mask=None if activation.log2_base is None else operand.mask)
+    if operand.values.ndim == 3 and config.per_group:
+        activation = activation.by_groups((0,))
+    return replace(operand, format=activation, mask=None if activation.has_zero else operand.mask)
 
 
 def with_rows(operand: Operand, rows: Tensor) -> Operand:

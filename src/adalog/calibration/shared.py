@@ -16,8 +16,7 @@ from adalog.graph.capture import take
 from adalog.graph.program import Program
 from adalog.graph.rewrite import SiteGroup
 from adalog.graph.sites import Block, Pair, find_splits
-from adalog.quantizers import Assignment
-from adalog.search.operand import Format
+from adalog.quantizers import Assignment, UniformFormat
 from adalog.search.product import Product
 from adalog.search.tables import with_table
 
@@ -139,7 +138,7 @@ class Shared:
         choices, tried = choices_of(group, config), []
         formats = formats_of(group.first, choices)
         if group.pair is not None and not self._unfolded(group.pair, choices):
-            formats = [Format(choices.activation_bits, own_dims=(1,))]
+            formats = [UniformFormat(choices.activation_bits, own_dims=(1,))]
         for activation in formats:
             product = Product(group.first.role, *operands_of(self._program, group, seen, choices, None, activation))
             tried.append(with_table(product, choices.search.search_product(product), choices.tables))

@@ -1,6 +1,8 @@
 """Quantizers, which map real values to codes and back; search, inference and export use the same formulas."""
 
 from adalog.quantizers.assignment import Assignment, Fold, QuantizedTensor, decibels
+from adalog.quantizers.formats import Errors, Format, LargestLevelFormat
+from adalog.quantizers.log_format import LogFormat
 from adalog.quantizers.logarithmic import (
     WIDTHS,
     Beyond,
@@ -20,6 +22,7 @@ from adalog.quantizers.logarithmic import (
 )
 from adalog.quantizers.quantizer import FLOAT_BITS, MAX_BITS, MIN_BITS, Quantizer, at_least_float32, round_ste
 from adalog.quantizers.uniform import (
+    UniformFormat,
     UniformQuantizer,
     bounds_to_uniform,
     symmetric_scale,
@@ -37,11 +40,16 @@ __all__ = [
     "Assignment",
     "Beyond",
     "Bins",
+    "Errors",
     "Fold",
+    "Format",
+    "LargestLevelFormat",
+    "LogFormat",
     "LogQuantizer",
     "QuantizedTensor",
     "Quantizer",
     "Rounding",
+    "UniformFormat",
     "UniformQuantizer",
     "at_least_float32",
     "bounds_to_uniform",

@@ -148,11 +148,9 @@ class Quantizer(ABC):
     Quantizers are frozen dataclasses. Their tensor fields are their parameters, which broadcast against the values.
 
     kind: the quantizer's name in files.
-    spans_offset: half of the codes are for the negative values, down to minus the offset of `reaching`.
     """
 
     kind: ClassVar[str]
-    spans_offset: ClassVar[bool] = False
     scale: Tensor
     bits: int
 
@@ -274,11 +272,10 @@ class Quantizer(ABC):
         return sum(value.nbytes for value in self.stored().values())
 
     @classmethod
-    def reaching(cls: type[Same], upper: Tensor, bits: int, offset: float) -> Same:
+    def reaching(cls: type[Same], upper: Tensor, bits: int) -> Same:
         """Return the quantizer whose largest level is `upper`, for a search over this one number.
 
         upper: the shape of the scale.
-        offset: how far the values reach below zero, if that is known, else 0.
         Raises ValueError if one number does not determine a quantizer of this kind.
         """
         raise ValueError(f"the largest level alone does not determine a quantizer of the kind {cls.kind}")

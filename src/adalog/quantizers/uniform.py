@@ -1,7 +1,7 @@
-"""The asymmetric uniform quantizer, with one scale and zero point per tensor, channel or head."""
+"""The asymmetric uniform quantizer, with one scale and zero point per tensor, channel or head, and its search space."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +9,9 @@ from torch import Tensor
 
 from adalog.errors import ArtifactError
 from adalog.quantizers.elementwise import kernels, nearest_uniform
+from adalog.quantizers.formats import Errors, Format
+from adalog.quantizers.fused import uniform_errors
+from adalog.quantizers.quantiles import thinned_quantiles
 from adalog.quantizers.quantizer import (
     Quantizer,
     at_least_float32,
@@ -117,7 +120,7 @@ class UniformQuantizer(Quantizer):
         return 0.0
 
     @classmethod
-    def reaching(cls, upper: Tensor, bits: int, offset: float) -> "UniformQuantizer":
+    def reaching(cls, upper: Tensor, bits: int) -> "UniformQuantizer":
         """Return the symmetric quantizer whose largest level is `upper`; its zero point is half the number of codes."""
         half = symmetric_zero_point(bits)
         scale = (upper / (half - 1)).clamp(min=least_scale(upper.dtype))
@@ -169,3 +172,52 @@ class UniformQuantizer(Quantizer):
         zero_point = torch.tensor(given["zero_point"], dtype=scale.dtype).reshape(scale.shape)
         check_parameters(name, scale, zero_point, given["bits"])
         return UniformQuantizer(scale, zero_point, given["bits"])
+
+
+@dataclass(frozen=True)
+class UniformFormat(Format):
+    """Asymmetric uniform quantizers; a point is (lower bound, upper bound)."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("lower bound", "upper bound")
+
+    def by_groups(self, own_dims: tuple[int, ...]) -> "UniformFormat":
+        return replace(self, own_dims=own_dims)
+
+    def of(self, points: Tensor) -> UniformQuantizer:
+        return UniformQuantizer(*bounds_to_uniform(points[:, 0], points[:, 1], self.bits), self.bits)
+
+    def box(self, groups: Tensor, reach: float, stack: int = 1) -> tuple[Tensor, Tensor]:
+        """Return the percentiles 0 and reach for the lower bound, and 1 - reach and 1 for the upper one.
+
+        These are lines 1-2 of Algorithm 1.
+        """
+        corners = torch.stack(thinned_quantiles(groups, (0.0, reach, 1 - reach, 1.0), stack))
+        return corners[::2], corners[1::2]
+
+    def point_of(self, quantizer: Quantizer) -> Tensor | None:
+        if not isinstance(quantizer, UniformQuantizer):
+            return None
+        low = quantizer.bounds()[0]
+        return torch.stack([low, low + (2**self.bits - 1) * quantizer.scale])
+
+    def point_reaching(self, low: Tensor, high: Tensor) -> Tensor:
+        return torch.stack([low, high])
+
+    def quantizer(self, point: Tensor, shape: Sequence[int]) -> UniformQuantizer:
+        return self.of(self._shaped(point[None], shape)).map(lambda value: value[0])
+
+    def errors(self, values: Tensor) -> Errors:
+        values = values.contiguous()  # once for all candidates
+
+        def errors(points: Tensor, dtype: torch.dtype) -> Tensor:
+            found = self.of(points)
+            return uniform_errors(values, found.scale, found.zero_point, self.bits, self.own_dims, dtype)
+
+        return errors
+
+    def steps(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        scale, zero_point = (value.double()[..., None] for value in self.of(points).parameters().values())
+        code = torch.arange(2**self.bits, dtype=torch.float64, device=points.device)
+        return scale * (code - zero_point), scale * (code[:-1] + 0.5 - zero_point)

@@ -12,9 +12,8 @@ from adalog.choices import check_choice, check_flag, check_share, check_whole
 from adalog.quantizers import (
     Assignment,
     Fold,
-    LogQuantizer,
-    QuantizedTensor,
     Quantizer,
+    UniformFormat,
     UniformQuantizer,
     bounds_to_uniform,
 )
@@ -22,7 +21,7 @@ from adalog.quantizers.quantiles import coprime
 from adalog.search import AnySearch, Needs
 from adalog.search.distinct import once
 from adalog.search.objective import OwnError, ProductError
-from adalog.search.operand import Format, Operand
+from adalog.search.operand import Operand
 from adalog.search.product import Product
 from adalog.search.strategies import (
     Loss,
@@ -144,8 +143,8 @@ class Search(AnySearch):
 
     def search_product(self, product: Product) -> Assignment:
         start = product.start
-        first = None if start is None else point_of(product.left, start.left)
-        second = None if start is None else point_of(product.right, start.right)
+        first = None if start is None else product.left.point_of(start.left)
+        second = None if start is None else product.right.point_of(start.right)
         if (first is None) != product.left.is_float or (second is None) != product.right.is_float:
             start = None  # its bits or kinds of quantizers differ from the formats of the operands
         found = self._assigned(product, *self._points(product.left, product.right, first, second))
@@ -236,32 +235,6 @@ def best_ranges(values: Tensor, bits: int, search: Search, weight: Tensor) -> li
     return [_RANGES[index] for index in first_least(errors).tolist()]
 
 
-def point_of(operand: Operand, side: Quantizer | QuantizedTensor | None) -> Tensor | None:
-    """Return the point of an operand's search space that gives this quantizer, or None if no point does."""
-    form = operand.format
-    quantizer = side.quantizer if isinstance(side, QuantizedTensor) else side
-    shape = [operand.values.shape[dim] for dim in form.own_dims]
-    if quantizer is None or quantizer.bits != form.bits:
-        return None
-    if isinstance(quantizer, UniformQuantizer) and form.is_uniform:
-        low = -quantizer.zero_point * quantizer.scale
-        ends = low, low + (2**form.bits - 1) * quantizer.scale
-        if low.numel() == math.prod(shape):
-            return torch.stack([end.reshape(shape) for end in ends])
-    if isinstance(quantizer, LogQuantizer) and form.log2_base is not None and quantizer.r == operand.radix:
-        scale = quantizer.scale.reshape(shape)
-        searched = not form.log2_base[0]
-        return torch.stack([torch.full_like(scale, math.log2(quantizer.q)), scale] if searched else [scale])
-    if form.one_scale is not None and isinstance(quantizer, form.one_scale):
-        upper = quantizer.bounds()[1]
-        again = form.one_scale.reaching(upper, form.bits, form.offset)
-        near = 4 * torch.finfo(upper.dtype).eps
-        same = form.twin or torch.allclose(again.bounds()[0], quantizer.bounds()[0], rtol=near, atol=0)
-        if same and upper.numel() == math.prod(shape):
-            return upper.reshape(1, *shape)
-    return None
-
-
 def minimise(
     loss: Loss,
     operand: Operand,
@@ -295,25 +268,19 @@ def minimise(
         point, _ = fpcs(
             loss, low, high, init=init, parents=count, children=_CHILDREN, steps=steps, incumbent=incumbent, rough=rough
         )
-    scales = [True] * len(low) if operand.format.is_uniform else [False] * (len(low) - 1) + [True]
-    return rescaled(loss, point, scales, rough=rough)[0] if search.rough_rows else point
+    return rescaled(loss, point, operand.format.scales, rough=rough)[0] if search.rough_rows else point
 
 
 def search_own(operand: Operand, search: Search) -> Tensor:
     """Return the operand's best point by its own error; the output is not considered."""
     own = OwnError(operand.groups(), operand.stack_size)
-    form = operand.format
 
-    def uniform(points: Tensor) -> Tensor:
-        return own.uniform_loss(*bounds_to_uniform(points[:, 0], points[:, 1], form.bits), form.bits)
-
-    def stepwise(points: Tensor) -> Tensor:
+    def loss(points: Tensor) -> Tensor:
         count, _, *groups = points.shape
-        levels, cuts = (each.reshape(count, -1, each.shape[-1]) for each in operand.steps(points))
+        levels, cuts = (each.reshape(count, -1, each.shape[-1]) for each in operand.format.steps(points))
         return own.loss(levels, cuts).view(count, *groups)
 
-    loss = once(uniform if form.is_uniform else stepwise, operand.settled)
-    return minimise(loss, operand, replace(search, strategy="fpcs"))
+    return minimise(once(loss, operand.format.settled), operand, replace(search, strategy="fpcs"))
 
 
 def uniform_is_closer(operands: Sequence[Operand], found: Sequence[Quantizer], search: Search) -> list[bool]:
@@ -326,7 +293,7 @@ def uniform_is_closer(operands: Sequence[Operand], found: Sequence[Quantizer], s
     samples = [
         Operand(
             operand.values.reshape(count, -1)[::step],
-            Format(quantizer.bits),
+            UniformFormat(quantizer.bits),
             None if operand.mask is None else operand.mask.reshape(count, -1)[::step],
         )
         for operand, quantizer in zip(operands, found, strict=True)
@@ -371,9 +338,9 @@ def _search_operand(
     for piece, fairer, rougher in zip(error.by_rows(), fair.by_rows(), rough.by_rows(), strict=True):
         rows = slice(start, start := start + piece.left.shape[-2])
         known = incumbent if incumbent is None or piece is error else incumbent[..., rows]
-        some = replace(operand, values=piece.left)
-        cheaper = None if rough is fair else rougher.loss_once(some.errors, some.settled)
-        best = minimise(fairer.loss_once(some.errors, some.settled), some, search, known, cheaper, nearby=nearby)
+        some, form = replace(operand, values=piece.left), operand.format
+        cheaper = None if rough is fair else rougher.loss_once(form.errors, form.settled)
+        best = minimise(fairer.loss_once(form.errors, form.settled), some, search, known, cheaper, nearby=nearby)
         best, least = _better(piece, some, best, known)
         found.append(best)
         totals.append(least)
@@ -427,11 +394,11 @@ def search_channels(values: Tensor, bits: int, search: Search) -> tuple[Tensor, 
     one range for all channels, in standard deviations around the mean of each channel.
     """
     if search.fold_ranges == "own":
-        point = search_own(Operand(values, Format(bits, own_dims=(0, 2)), stacked=True), search)
+        point = search_own(Operand(values, UniformFormat(bits, own_dims=(0, 2)), stacked=True), search)
         return bounds_to_uniform(point[0], point[1], bits)
     mean, deviation = values.mean(1), values.std(1, correction=0)
     least = (deviation.mean(1, keepdim=True).double() * 1e-4).clamp(min=torch.finfo(values.dtype).tiny)
     deviation = torch.maximum(deviation, least.to(values.dtype))
     scaled = (values - mean.unsqueeze(1)) / deviation.unsqueeze(1)
-    point = search_own(Operand(scaled, Format(bits, own_dims=(0,)), stacked=True), search).unsqueeze(-1)
+    point = search_own(Operand(scaled, UniformFormat(bits, own_dims=(0,)), stacked=True), search).unsqueeze(-1)
     return bounds_to_uniform(mean + deviation * point[0], mean + deviation * point[1], bits)

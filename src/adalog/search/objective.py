@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from adalog.device import chunk_elements, waits_for_launches
-from adalog.quantizers import at_least_float32
+from adalog.quantizers import Errors, at_least_float32
 from adalog.quantizers.elementwise import kernels
 from adalog.quantizers.quantiles import ascending, thinned
 from adalog.search.distinct import Distinct
@@ -34,7 +34,6 @@ _WIDE = 192
 _PARTS, _ROWS_TOGETHER = 8, 32
 
 Candidates = Callable[[Tensor], Tensor]  # points (k, P, *groups) -> the quantized left operand (k, *left.shape)
-Errors = Callable[[Tensor, torch.dtype], Tensor]  # the same points, a dtype -> quantized minus exact, in that dtype
 
 
 @dataclass(frozen=True)
@@ -231,13 +230,6 @@ class OwnError:
         self.sums, self.squares = self.sorted.new_zeros(2, len(sample), sample.shape[1] + 1)
         torch.cumsum(self.sorted, 1, out=self.sums[:, 1:])
         torch.cumsum(self.sorted.square(), 1, out=self.squares[:, 1:])
-
-    def uniform_loss(self, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
-        """Return the errors of uniform quantizers. scale, zero_point: (K, *groups), like the result."""
-        shape = scale.shape
-        scale, zero_point = (value.double().reshape(shape[0], -1, 1) for value in (scale, zero_point))
-        code = torch.arange(2**bits, dtype=torch.float64, device=scale.device)
-        return self.loss(scale * (code - zero_point), scale * (code[:-1] + 0.5 - zero_point)).view(shape)
 
     def loss(self, levels: Tensor, thresholds: Tensor) -> Tensor:
         """Return the errors (K, G) of quantizers with levels (K, G, L) and thresholds (K, G, L - 1), both ascending."""

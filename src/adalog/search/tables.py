@@ -9,9 +9,10 @@ from torch import Tensor
 
 from adalog.choices import Tables
 from adalog.device import waits_for_launches
-from adalog.quantizers import Assignment, LogQuantizer, QuantizedTensor, Quantizer, most_headroom
-from adalog.search.objective import Errors, ProductError
-from adalog.search.operand import Format, Operand, nearest_levels
+from adalog.quantizers import Assignment, Errors, LogFormat, LogQuantizer, QuantizedTensor, Quantizer, most_headroom
+from adalog.quantizers.log_format import nearest_levels
+from adalog.search.objective import ProductError
+from adalog.search.operand import Operand
 from adalog.search.product import Product
 
 # An integer table of 8 bits may raise the output's error by this factor, compared with float levels.
@@ -156,7 +157,7 @@ def _tabled(
             for quantizer, second in zip(quantizers, seconds, strict=True)
         ]
     )
-    if left.format.log2_base is not None and not left.format.log2_base[0]:
+    if isinstance(left.format, LogFormat) and not left.format.q:
         best = best_of([[each, *(replace(each, q=q) for q in _bases_near(each.q, left.format))] for each in best])
     best = best_of([[each, *(replace(each, scale=each.scale * factor) for factor in _FACTORS)] for each in best])
     if all(after is before for after, before in zip(best, start, strict=True)):
@@ -166,6 +167,6 @@ def _tabled(
     return [after if is_better else before for after, before, is_better in zip(best, start, better, strict=True)]
 
 
-def _bases_near(q: int, form: Format) -> list[int]:
+def _bases_near(q: int, form: LogFormat) -> list[int]:
     near = {round(q * factor) for factor in _FACTORS} | {q + step for step in (-2, -1, 1, 2)}
     return sorted({min(max(base, form.q_min), form.q_max) for base in near})

@@ -1,0 +1,163 @@
+"""The kind of quantizer that an operand gets, and the space in which a search finds its parameters."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from adalog.quantizers.fused import shaped_against
+from adalog.quantizers.quantiles import positive_quantile, thinned, thinned_quantiles
+from adalog.quantizers.quantizer import FLOAT_BITS, Quantizer
+
+Errors = Callable[[Tensor, torch.dtype], Tensor]  # points (k, P, *groups), a dtype -> quantized minus exact, rounded
+Same = TypeVar("Same", bound="Format")
+
+
+@dataclass(frozen=True)
+class Format:
+    """The kind of an operand's quantizer, without the parameters that a search finds.
+
+    A point has P hyperparameters for each group of values with a quantizer of its own: (P, *groups). A kind that every
+    search can find defines `names`, `of`, `box` and `point_of`. Other kinds are found by the search of a baseline only.
+
+    bits: the width of codes, or 32 for an operand that stays float.
+    own_dims: the dimensions of the operand's values that have parameters of their own.
+    """
+
+    # Whether zero is a level of every quantizer of this kind, so that the zero padding of a convolution stays as it is.
+    has_zero: ClassVar[bool] = True
+    # Whether the kind is for values that follow a power law, so that a uniform quantizer may be closer to other values.
+    for_power_laws: ClassVar[bool] = False
+
+    bits: int
+    own_dims: tuple[int, ...] = ()
+
+    @property
+    def is_float(self) -> bool:
+        return self.bits == FLOAT_BITS
+
+    @property
+    def title(self) -> str:
+        """A few words for the kind, as in "4-bit uniform"."""
+        return type(self).__name__.removesuffix("Format").lower()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the P hyperparameters; empty if only the search of a baseline finds such quantizers."""
+        return ()
+
+    @property
+    def scales(self) -> tuple[bool, ...]:
+        """True for each hyperparameter that is multiplied if all levels are."""
+        return (True,) * len(self.names)
+
+    def by_groups(self: Same, own_dims: tuple[int, ...]) -> Same:
+        """Return the format with parameters for each index of these dimensions, if activations can have that."""
+        return self
+
+    def of(self, points: Tensor) -> Quantizer:
+        """Return the quantizers of K points (K, P, ...) as one, with parameters of the shape (K, ...)."""
+        raise ValueError(f"no point determines a quantizer of the format {type(self).__name__}")
+
+    def box(self, groups: Tensor, reach: float, stack: int = 1) -> tuple[Tensor, Tensor]:
+        """Return the corners (low, high) of the space, each (P, G), for values (G, T).
+
+        reach: as in `Search`.
+        stack: the number of operands whose groups follow one another.
+        """
+        raise ValueError(f"a search has no space for the format {type(self).__name__}")
+
+    def point_of(self, quantizer: Quantizer) -> Tensor | None:
+        """Return the point of a quantizer, (P, ...) with the shape of its scale, or None if no point gives it."""
+        return None
+
+    def point_reaching(self, low: Tensor, high: Tensor) -> Tensor:
+        """Return the point (P, *groups) of the quantizer for values from low to high, (*groups) each."""
+        return high[None]
+
+    def quantizer(self, point: Tensor, shape: Sequence[int]) -> Quantizer:
+        """Return the quantizer of one point (P, *groups); its parameters broadcast against values of this shape."""
+        found = self.of(self._shaped(point[None], shape))
+        return found.map(lambda value: value[0] if self.own_dims else value.reshape(()))
+
+    def fake_quantize(self, point: Tensor, values: Tensor) -> Tensor:
+        """Return the values after quantization by the quantizer of one point (P, *groups)."""
+        return self.quantizer(point, values.shape).fake_quantize(values)
+
+    def errors(self, values: Tensor) -> Errors:
+        """Return a function from k points to the errors that quantization adds to these values: (k, *values.shape)."""
+        values = values.contiguous()  # once for all candidates
+
+        def errors(points: Tensor, dtype: torch.dtype) -> Tensor:
+            found = self.of(self._shaped(points, values.shape))
+            return found.fake_quantize(values[None]).sub_(values).to(dtype)
+
+        return errors
+
+    def steps(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ascending levels (K, *groups, L) and thresholds (K, *groups, L - 1) of points (K, P, *groups).
+
+        They are in float64, on the device of the points.
+        """
+        quantizer = self.of(points[..., None].double())
+        levels = quantizer.dequantize(torch.arange(quantizer.code_count, device=points.device))
+        return levels, (levels[..., 1:] + levels[..., :-1]) / 2
+
+    def settled(self, points: Tensor) -> Tensor:
+        """Return points (K, P, *groups) with the same quantizers, which are equal if their quantizers are."""
+        return points
+
+    def _shaped(self, points: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return points (K, P, *groups) as (K, P, ...), to broadcast against values of this shape."""
+        return torch.stack([shaped_against(each, shape, self.own_dims) for each in points.unbind(1)], dim=1)
+
+
+@dataclass(frozen=True)
+class LargestLevelFormat(Format):
+    """Quantizers that their largest level alone determines (`Quantizer.reaching`), such as symmetric uniform ones."""
+
+    kind: type[Quantizer] = field(kw_only=True)
+
+    @property
+    def title(self) -> str:
+        return "symmetric uniform" if self.kind.kind == "uniform" else self.kind.kind
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("largest value",)
+
+    def by_groups(self, own_dims: tuple[int, ...]) -> "LargestLevelFormat":
+        return replace(self, own_dims=own_dims)
+
+    def quantizer(self, point: Tensor, shape: Sequence[int]) -> Quantizer:
+        return self.of(self._shaped(point[None], shape)).map(lambda value: value[0])
+
+    def of(self, points: Tensor) -> Quantizer:
+        return self.kind.reaching(points[:, 0], self.bits)
+
+    def box(self, groups: Tensor, reach: float, stack: int = 1) -> tuple[Tensor, Tensor]:
+        """Return the percentiles 1 - 2 reach and 1 of the magnitudes, since both tails are among these.
+
+        If the range reaches further down than up, a smaller largest level already spans the magnitudes.
+        """
+        below, above = self.kind.reaching(groups.new_ones(()), self.bits).bounds()
+        low, high = thinned_quantiles(groups.abs(), (max(0.0, 1 - 2 * reach), 1.0), stack)
+        return (low * float(above / torch.maximum(above, -below)))[None], high[None]
+
+    def point_of(self, quantizer: Quantizer) -> Tensor | None:
+        if not isinstance(quantizer, self.kind):
+            return None
+        low, upper = quantizer.bounds()
+        near = 4 * torch.finfo(upper.dtype).eps
+        same = torch.allclose(self.kind.reaching(upper, self.bits).bounds()[0], low, rtol=near, atol=0)
+        return upper[None] if same else None
+
+
+def positive_box(groups: Tensor, lift: float, stack: int) -> tuple[Tensor, Tensor]:
+    """Return the percentiles 0.9 and 1 of the positive values of (G, T) plus the lift, (1, G) each; 1 without any."""
+    low, positive = positive_quantile(thinned(groups, stack) + lift, 0.9)
+    high = torch.where(positive, groups.amax(dim=1) + lift, 1.0)
+    low = torch.where(positive, low, 1.0)
+    return torch.minimum(low, high * 0.5)[None], high[None]
