@@ -136,6 +136,8 @@ def test_json_of_another_refinement_is_refused():
         ('{"stages": 3}', "stages = 3 is not a list"),
         ('{"stages": [3]}', "stages = 3 is not a JSON object"),
         ('{"stages": [{"kind": "blocks", "cycles": 3}]}', "cycles: no such choice in BlockRefinement"),
+        ('{"stages": [{"kind": "reconstruction", "loss": "cubed"}]}', "loss = 'cubed' is not one of squared, output"),
+        ('{"stages": [{"kind": "reconstruction", "loss": {}}]}', "loss = {} is not one of"),
         ('{"search": {"kind": "ranges", "steps": 3}}', "steps: no such choice in RangeSearch"),
     ):
         with pytest.raises(ValueError, match=told):

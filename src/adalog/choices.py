@@ -10,7 +10,6 @@ from adalog.quantizers import FLOAT_BITS, MAX_BITS, MIN_BITS
 
 Tables = Literal["calibrated", "u8", "u16", "float"]
 WeightRounding = Literal["latent", "adaround"]
-BlockLoss = Literal["squared", "fisher", "averaged", "low-rank", "output"]
 Scope = Literal["block", "model"]
 CorrectionTarget = Literal["output", "stream"]
 
@@ -155,7 +154,7 @@ class Reconstruction:
     weights: WeightRounding = "latent"
     scales: bool = True
     biases: bool = True
-    loss: BlockLoss = "squared"
+    loss: str = "squared"
     drop: float = 0.5
     rate: float = 0.03
     scale_rate: float = 0.005
@@ -167,7 +166,6 @@ class Reconstruction:
         for name in ("images", "iterations", "batch"):
             check_whole(name, getattr(self, name), 1)
         check_choice("weights", self.weights, WeightRounding)
-        check_choice("loss", self.loss, BlockLoss)
         for name in ("scales", "biases", "robust"):
             check_flag(name, getattr(self, name))
         for name in ("rate", "scale_rate"):

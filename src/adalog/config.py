@@ -391,6 +391,9 @@ def _check_stages(stages: object) -> None:
     if not isinstance(stages, tuple) or not all(isinstance(stage, Stage) for stage in stages):
         raise ValueError(f"stages = {stages!r} is not a tuple of stages, as in (Correction(),)")
     fitting = [stage for stage in stages if isinstance(stage, Fitting)]
+    for stage in fitting:
+        if isinstance(stage, Reconstruction) and stage.loss not in tuple(LOSSES):
+            raise ValueError(f"loss = {stage.loss!r} is not one of {', '.join(LOSSES)}")
     order = ["correction" if isinstance(stage, Correction) else stage.scope for stage in fitting]
     in_order = order == [kind for kind in ("correction", "block", "model") if kind in order]
     if not in_order or fitting != list(stages[len(stages) - len(fitting) :]):
