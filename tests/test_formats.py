@@ -102,5 +102,5 @@ def test_a_logarithmic_quantizer_has_one_base():
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_only_uniform_activations_have_parameters_by_groups(form):
-    expected = (1,) if isinstance(form, UniformFormat) else form.own_dims
+    expected = (1,) if isinstance(form, (UniformFormat, LargestLevelFormat)) else form.own_dims
     assert form.by_groups((1,)).own_dims == expected
