@@ -32,7 +32,7 @@ from adalog import Calibration, Config, Search, library
 from adalog.baselines import ReleasedSearch
 from adalog.device import multiplies_bfloat16
 from adalog.quantizers import Assignment, elementwise
-from adalog.search import objective
+from adalog.search import forms
 from adalog.search.operand import Operand
 from adalog.search.product import Product
 
@@ -54,7 +54,7 @@ class Ours:
         """Switch off bfloat16 products and compiled kernels, as set, while the context is open."""
         with ExitStack() as stack:
             if self.float32:
-                stack.enter_context(mock.patch.object(objective, "multiplies_bfloat16", return_value=False))
+                stack.enter_context(mock.patch.object(forms, "multiplies_bfloat16", return_value=False))
             if self.unfused:
                 stack.enter_context(mock.patch.object(elementwise, "_functions", dict))
             yield

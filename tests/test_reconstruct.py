@@ -495,7 +495,7 @@ def test_choices_that_cannot_be_are_refused():
     assert json.loads(Config(stages=(STAGE,)).to_json())["stages"][0]["kind"] == "reconstruction"
     for changes in ({"images": 0}, {"weights": "nearest"}, {"loss": "cross-entropy"}, {"drop": 1.0}, {"rate": 0}):
         with pytest.raises(ValueError, match=next(iter(changes))):
-            replace(STAGE, **changes)
+            Config(stages=(replace(STAGE, **changes),))
     for stages in ((STAGE, Correction()), (STAGE, STAGE), (STAGE, adalog.Evolution()), (Correction(), Correction())):
         with pytest.raises(ValueError, match="at most one Correction, then one Reconstruction of blocks"):
             Config(stages=stages)
