@@ -62,7 +62,7 @@ docs: $(TEST)/.stamp
 	NO_MKDOCS_2_WARNING=1 $(TEST)/bin/python -m mkdocs build --strict
 
 # An environment is set up again only when the metadata, the pinned versions or the kernels, compiled then, change.
-KERNELS := $(wildcard src/adalog/runtime/native/*.cpp) src/adalog/runtime/native/structures.h \
+KERNELS := $(wildcard src/adalog/runtime/native/*.cpp src/adalog/runtime/native/*.h) \
 	src/adalog/quantizers/elementwise.cpp setup.py
 
 $(DEMO)/.stamp: pyproject.toml $(KERNELS) constraints/demo.txt
