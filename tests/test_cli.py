@@ -496,7 +496,10 @@ CASES = [
     (quantize_of(SMALL, "--bits", "w9a9"), "weight_bits = 9 is not a whole number from 2 to 8"),
     (quantize_of(SMALL, "--bits", "w4a4s1"), "softmax_bits = 1 is not a whole number from 2 to 8"),
     (quantize_of(SMALL, "--bits", "4"), "bits = '4' is not of the form w4a4 or w4a4s3"),
-    (quantize_of(SMALL, "--method", "magic"), "method = 'magic' is not one of uniform, uniform-tensor, symmetric, log2"),
+    (
+        quantize_of(SMALL, "--method", "magic"),
+        "method = 'magic' is not one of uniform, uniform-tensor, symmetric, log2, log-sqrt2, adalog",
+    ),
     (quantize_of(SMALL, "--pin", "head"), "--pin 'head' is not of the form GLOB=BITS"),
     (
         quantize_of(SMALL, "--pin", "head=9"),
