@@ -61,7 +61,8 @@ def blocks_table() -> str:
     table, _ = _stages({model: read(name) for model, name in BLOCKS.items()}, seconds=True)
     note = (
         "As above. Training of the whole model took 800 steps by today's rates on the bundled ViT, and 400 steps with "
-        "a rate of 0.003 for scales on the other two."
+        "a rate of 0.003 for scales on the other two. All trainings of this table kept the best of eight states, and "
+        "went back if the model's output was further from full precision."
     )
     return f"{table}\n\n{note} {source(*BLOCKS.values())}"
 
