@@ -125,7 +125,7 @@ def test_the_commands(tmp_path, monkeypatch, capsys, quantize):
         ("uniform", {}, "its weight has zero points, and XNNPACK takes none"),
         ("uniform-tensor", {"per_head": True}, "has 4 scales, and XNNPACK takes one per tensor"),
         ("uniform-tensor", {"per_group": True}, "has 16 scales, and XNNPACK takes one per tensor"),
-        ("uniform-tensor", {"post_softmax": "adalog"}, "of the kind log, and ExecuTorch has uniform ones only"),
+        ("uniform-tensor", {"post_softmax": "adalog"}, "of the kind log, and XNNPACK takes uniform ones"),
     ],
 )
 def test_a_refusal_names_the_site_the_reason_and_the_method_that_works(quantize, method, choices, reason):

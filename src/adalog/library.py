@@ -91,6 +91,12 @@ def chosen_level(level: str | None) -> str:
     return level
 
 
+def check_threads(threads: int) -> None:
+    """Raise ValueError unless this number of threads can be asked for."""
+    if not isinstance(threads, int) or not 1 <= threads <= 1024:
+        raise ValueError(f"threads = {threads!r} is not a whole number from 1 to 1024")
+
+
 def held() -> str | None:
     """Return the fastest level that the environment variable ADALOG_LEVEL allows, or None if it is not set."""
     asked = os.environ.get("ADALOG_LEVEL") or None

@@ -101,8 +101,7 @@ class Model:
     def __init__(self, path: Path, threads: int, level: str | None, memory: int):
         self._library = _library()
         level = library.chosen_level(level)
-        if not isinstance(threads, int) or not 1 <= threads <= 1024:
-            raise ValueError(f"threads = {threads!r} is not a whole number from 1 to 1024")
+        library.check_threads(threads)
         error, pointer = _Error(), c_void_p()
         options = _Options(threads, level.encode(), memory)
         self._library.adalog_model_open(os.fsencode(path), byref(options), byref(pointer), byref(error))

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -95,25 +94,3 @@ def unpack(packed: Bytes, bits: int, count: int) -> Bytes:
         for i in range(codes_of):
             codes[span, i] = words >> bits * i & 2**bits - 1
     return codes.reshape(-1)[:count]
-
-
-def parse_header(text: str) -> Any:
-    """Parse the JSON of a file's metadata. Raises ArtifactError if it is too long, or has text that does not print."""
-    check(len(text) <= MAX_JSON, f"its JSON takes {len(text)} bytes, more than the limit of {MAX_JSON}")
-    header = parse_json(text)
-    check_text(header)
-    return header
-
-
-def check_format(header: Any, number: int) -> None:
-    """Raise ArtifactError unless this is a JSON object of the format with this number."""
-    check(isinstance(header, dict), "its JSON is not an object")
-    check(header.get("format") == number, f"it has format {header.get('format')}, but adalog reads format {number}")
-
-
-def check_fields(header: dict[str, Any], fields: Mapping[str, type | tuple[type, ...]]) -> None:
-    """Raise ArtifactError unless a JSON object has exactly these fields, with these types."""
-    odd = sorted(header.keys() ^ fields.keys())
-    check(not odd, f"these fields are missing or unknown: {', '.join(odd)}")
-    for name, kind in fields.items():
-        check(isinstance(header[name], kind), f"its field {name} has the wrong type {type(header[name]).__name__}")

@@ -25,7 +25,7 @@ from torch.nn import functional
 from adalog import version
 from adalog.errors import AdalogError, ArtifactError, one_line
 from adalog.export.products import Stored, Traced
-from adalog.export.qdq import signed_weight
+from adalog.export.qdq import signed_weight, why_not_per_tensor
 from adalog.export.replay import NOTED, Makers, Replay
 from adalog.extras import extra_module
 from adalog.graph.program import Node
@@ -53,7 +53,7 @@ class UniformEncoder(nn.Module):
     def __init__(self, quantizer: Quantizer, site: IntegerSite, name: str):
         super().__init__()
         self.name, self.quantizer = name, quantizer
-        reason = _why_not_uniform(quantizer)
+        reason = why_not_per_tensor(quantizer, "XNNPACK")
         if reason or not isinstance(quantizer, UniformQuantizer):
             raise ArtifactError(f"site {site.name}: its operand {name} {reason}: {_WAY_OUT}")
         self.scale, self.zero_point = float(quantizer.scale), int(quantizer.zero_point)
@@ -66,15 +66,6 @@ class UniformEncoder(nn.Module):
         given = self.scale, self.zero_point + LOW, LOW, LOW + self.top, torch.int8
         codes = ops.quantize_per_tensor.default(x, *given)
         return Codes(codes, ops.dequantize_per_tensor.default(codes, *given))
-
-
-def _why_not_uniform(quantizer: Quantizer) -> str:
-    """Return the reason why XNNPACK cannot quantize an activation in this way, or ""."""
-    if not isinstance(quantizer, UniformQuantizer):
-        return f"has a quantizer of the kind {quantizer.kind}, and ExecuTorch has uniform ones only"
-    if quantizer.scale.numel() > 1:
-        return f"has {quantizer.scale.numel()} scales, and XNNPACK takes one per tensor"
-    return ""
 
 
 class UniformProduct(nn.Module):

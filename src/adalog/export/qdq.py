@@ -55,12 +55,20 @@ class QdqEncoder(nn.Module):
         return QdqOperand(Digit(f"{self.name}.codes", codes, at=self.name, operand=self.name), value)
 
 
+def why_not_per_tensor(quantizer: Quantizer, target: str) -> str:
+    """Return the reason why an activation is not uniform with one scale, as the target needs, or ""."""
+    if not isinstance(quantizer, UniformQuantizer):
+        return f"has a quantizer of the kind {quantizer.kind}, and {target} takes uniform ones"
+    if quantizer.scale.numel() > 1:
+        return f"has {quantizer.scale.numel()} scales, and {target} takes one per tensor"
+    return ""
+
+
 def why_no_bytes(quantizer: Quantizer) -> str:
     """Return the reason why an activation cannot be quantized to signed bytes with the zero point 0, or ""."""
-    if not isinstance(quantizer, UniformQuantizer):
-        return f"has a quantizer of the kind {quantizer.kind}, and the form qdq takes uniform ones"
-    if quantizer.scale.numel() > 1:
-        return f"has {quantizer.scale.numel()} scales, and the form qdq takes one per tensor"
+    reason = why_not_per_tensor(quantizer, "the form qdq")
+    if reason or not isinstance(quantizer, UniformQuantizer):
+        return reason
     if quantizer.bits != _BITS:
         return f"has {quantizer.bits} bits, and the form qdq takes {_BITS}"
     half = symmetric_zero_point(quantizer.bits)

@@ -28,6 +28,8 @@ class Format:
 
     # Whether zero is a level of every quantizer of this kind, so that the zero padding of a convolution stays as it is.
     has_zero: ClassVar[bool] = True
+    # Whether an activation of this kind can have parameters by groups, such as heads.
+    has_groups: ClassVar[bool] = False
     # Whether the kind is for values that follow a power law, so that a uniform quantizer may be closer to other values.
     for_power_laws: ClassVar[bool] = False
 
@@ -55,7 +57,7 @@ class Format:
 
     def by_groups(self: Same, own_dims: tuple[int, ...]) -> Same:
         """Return the format with parameters for each index of these dimensions, if activations can have that."""
-        return self
+        return replace(self, own_dims=own_dims) if self.has_groups else self
 
     def of(self, points: Tensor) -> Quantizer:
         """Return the quantizers of K points (K, P, ...) as one, with parameters of the shape (K, ...)."""
@@ -80,7 +82,8 @@ class Format:
     def quantizer(self, point: Tensor, shape: Sequence[int]) -> Quantizer:
         """Return the quantizer of one point (P, *groups); its parameters broadcast against values of this shape."""
         found = self.of(self._shaped(point[None], shape))
-        return found.map(lambda value: value[0] if self.own_dims else value.reshape(()))
+        keeps_shape = self.own_dims or self.has_groups
+        return found.map(lambda value: value[0] if keeps_shape else value.reshape(()))
 
     def fake_quantize(self, point: Tensor, values: Tensor) -> Tensor:
         """Return the values after quantization by the quantizer of one point (P, *groups)."""
@@ -118,6 +121,8 @@ class Format:
 class LargestLevelFormat(Format):
     """Quantizers that their largest level alone determines (`Quantizer.reaching`), such as symmetric uniform ones."""
 
+    has_groups = True
+
     kind: type[Quantizer] = field(kw_only=True)
 
     @property
@@ -127,12 +132,6 @@ class LargestLevelFormat(Format):
     @property
     def names(self) -> tuple[str, ...]:
         return ("largest value",)
-
-    def by_groups(self, own_dims: tuple[int, ...]) -> "LargestLevelFormat":
-        return replace(self, own_dims=own_dims)
-
-    def quantizer(self, point: Tensor, shape: Sequence[int]) -> Quantizer:
-        return self.of(self._shaped(point[None], shape)).map(lambda value: value[0])
 
     def of(self, points: Tensor) -> Quantizer:
         return self.kind.reaching(points[:, 0], self.bits)

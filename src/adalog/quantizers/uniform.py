@@ -1,7 +1,7 @@
 """The asymmetric uniform quantizer, with one scale and zero point per tensor, channel or head, and its search space."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -178,12 +178,11 @@ class UniformQuantizer(Quantizer):
 class UniformFormat(Format):
     """Asymmetric uniform quantizers; a point is (lower bound, upper bound)."""
 
+    has_groups = True
+
     @property
     def names(self) -> tuple[str, ...]:
         return ("lower bound", "upper bound")
-
-    def by_groups(self, own_dims: tuple[int, ...]) -> "UniformFormat":
-        return replace(self, own_dims=own_dims)
 
     def of(self, points: Tensor) -> UniformQuantizer:
         return UniformQuantizer(*bounds_to_uniform(points[:, 0], points[:, 1], self.bits), self.bits)
@@ -204,9 +203,6 @@ class UniformFormat(Format):
 
     def point_reaching(self, low: Tensor, high: Tensor) -> Tensor:
         return torch.stack([low, high])
-
-    def quantizer(self, point: Tensor, shape: Sequence[int]) -> UniformQuantizer:
-        return self.of(self._shaped(point[None], shape)).map(lambda value: value[0])
 
     def errors(self, values: Tensor) -> Errors:
         values = values.contiguous()  # once for all candidates

@@ -198,8 +198,7 @@ class Context:
     def __init__(self, threads: int, level: str | None = None):
         self._library = load()
         level = library.chosen_level(level)
-        if not isinstance(threads, int) or not 1 <= threads <= 1024:
-            raise ValueError(f"threads = {threads!r} is not a whole number from 1 to 1024")
+        library.check_threads(threads)
         self.level, self.threads = level, threads
         self._pointer = self._library.adalog_open(threads, library.LEVELS.index(level))
         if not self._pointer:
