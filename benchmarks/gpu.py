@@ -29,7 +29,7 @@ object. --add keeps the parts that FILE has from an earlier run on the same kind
 """
 
 from benchmarks.publish import RESULTS, publish, save
-from benchmarks.realbench import load_model
+from benchmarks.real import load_classifier
 from benchmarks.reconstruct_cost import time_steps
 
 import argparse
@@ -153,7 +153,7 @@ def build(name: str, blocks: int | None = None) -> nn.Module:
     import timm
 
     torch.manual_seed(0)
-    model = load_model(Path(), name) if ":" in name else timm.create_model(name).eval()
+    model = load_classifier(name).module if ":" in name else timm.create_model(name).eval()
     if blocks is not None and isinstance(getattr(model, "blocks", None), nn.Sequential):
         model.blocks = model.blocks[:blocks]
     return model

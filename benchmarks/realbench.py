@@ -18,6 +18,7 @@ fitted. The script prints one JSON object and saves it as benchmarks/results/rea
 """
 
 from benchmarks.publish import RESULTS, publish
+from benchmarks.real import PREPROCESSING, find_support, load_classifier
 from benchmarks.records import kept, p_value, packed
 
 import argparse
@@ -36,7 +37,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from adalog import METHODS, Calibration, Config, Resources
-from adalog.inputs.images import ImageSet, Preprocessing, draw_indices, find_images
+from adalog.inputs.images import ImageSet, draw_indices
 from adalog.model import quickest
 from adalog.study.doctor import machine
 from adalog.study.evaluate import Nearest, divergence, predict, score
@@ -44,14 +45,12 @@ from adalog.study.evaluate import Nearest, divergence, predict, score
 IMAGES = 32
 
 
-def load_model(folder: Path, model: str | None = None) -> nn.Module:
-    """Load TinyViT from a folder, or the classifier NAME:FOLDER, whose file is named after its timm architecture."""
+def load_model(folder: Path) -> nn.Module:
+    """Load TinyViT, without a classifier, from a folder."""
     import timm
 
-    name, _, weights = model.partition(":") if model else ("tiny_vit", "", str(folder))
-    (file,) = Path(weights).glob(f"{name}*.safetensors")
-    architecture = file.stem if model else "tiny_vit_5m_224"
-    network = timm.create_model(architecture, **({} if model else {"num_classes": 0}))
+    (file,) = folder.glob("tiny_vit*.safetensors")
+    network = timm.create_model("tiny_vit_5m_224", num_classes=0)
     network.load_state_dict(load_file(file))
     return network.eval()
 
@@ -70,15 +69,15 @@ class RealBench:
     images: ImageSet
     labels: Tensor
     support: Tensor
-    preprocessing = Preprocessing(size=(224, 224), resize=256)
+    preprocessing = PREPROCESSING
 
     @staticmethod
     def of(folder: Path, model: str | None = None) -> "RealBench":
         """Load the images of a folder, and TinyViT from it or the model NAME:FOLDER."""
-        images = find_images(folder)
-        support = torch.tensor([path.parent.name == "support" for path in images.paths])
+        images, support = find_support(folder)
         name = model.partition(":")[0] if model else "tiny_vit"
-        return RealBench(name, load_model(folder, model), bool(model), images, torch.tensor(images.labels), support)
+        network = load_classifier(model).module if model else load_model(folder)
+        return RealBench(name, network, bool(model), images, torch.tensor(images.labels), torch.tensor(support))
 
     def chosen(self, seed: int, count: int = IMAGES) -> list[int]:
         """Return the numbers of `count` support images that a seed selects."""

@@ -4,6 +4,7 @@
 `markdown.markdown` turns its result into text.
 """
 
+from benchmarks.real import find_support, has_queries
 from benchmarks.records import p_value, packed, statistics
 from experiments import paper
 from experiments.paper import IMAGES, find_published, published
@@ -54,34 +55,31 @@ class Bench:
 
     @staticmethod
     def of(model: LoadedModel, data: Path | None, images: int, fitted: int = 0) -> "Bench":
-        """Return the bundled model with its images, or another model with the folders train and val of `data`.
+        """Return the bundled model with its images, or another model with the images of `data` (see `_split`).
 
-        Raises DataError if the folders do not exist, have fewer than `images` images for calibration or `fitted` images
-        for stages, or have no labels.
+        Raises DataError if there are fewer than `images` images for calibration or `fitted` images for stages, or if
+        the images to evaluate on have no labels.
         """
         if model.name == "demo":
             bench = Bench(model, demo.calibration_images(), *demo.test_images(), demo.unlabelled_images())
         else:
             if data is None:
                 raise DataError(f"{model.name} has no images of its own: give --data FOLDER with train and val")
-            for name in ("train", "val"):
-                if not (data / name).is_dir():
-                    raise DataError(f"{data} has no folder {name}: give a folder with train and val")
-            judged = find_images(data / "val")
-            if judged.labels is None:
+            pool, evaluated = _split(data)
+            if evaluated.labels is None:
                 raise DataError(
                     f"{data / 'val'} has no labels: make one subfolder per class, or add a CSV file of file,label"
                 )
-            bench = Bench(model, find_images(data / "train"), judged, torch.tensor(judged.labels))
+            bench = Bench(model, pool, evaluated, torch.tensor(evaluated.labels))
         if images > len(bench.pool):
             raise DataError(
                 f"{model.name} has only {len(bench.pool)} calibration images, but --images is {images}: give more "
                 "images, or a smaller number"
             )
-        pool = bench.pool if bench.more is None else bench.more
-        if fitted > len(pool):
+        more = bench.pool if bench.more is None else bench.more
+        if fitted > len(more):
             raise DataError(
-                f"{model.name} has only {len(pool)} images for stages, but rows of these tables need {fitted}: give "
+                f"{model.name} has only {len(more)} images for stages, but rows of these tables need {fitted}: give "
                 "more images, or choose rows without reconstruction with --rows"
             )
         return bench
@@ -154,6 +152,24 @@ class Bench:
         return (3, *self.model.prepared.size)
 
 
+def _split(data: Path) -> tuple[ImageSet, ImageSet]:
+    """Return the calibration images and the evaluation images of a folder.
+
+    They are in its folders train and val, or are the support images and the queries that `benchmarks.realbench` reads.
+    Raises DataError if the folder has neither.
+    """
+    if has_queries(data):
+        images, is_support = find_support(data)
+        numbers: tuple[list[int], list[int]] = ([], [])
+        for number, supports in enumerate(is_support):
+            numbers[not supports].append(number)
+        return images.select(numbers[0]), images.select(numbers[1])
+    for name in ("train", "val"):
+        if not (data / name).is_dir():
+            raise DataError(f"{data} has no folder {name}: give a folder with train and val")
+    return find_images(data / "train"), find_images(data / "val")
+
+
 def run(request: Request, benches: Sequence[Bench], progress: Progress | None = None) -> dict[str, Any]:
     """Measure the rows on each bench and return the tables as JSON; `rows.measure` explains the progress.
 
@@ -222,7 +238,7 @@ class _Measured:
         images = self._request.images
         for name in sorted(set(self._request.tables)):
             for row in paper.TABLES[name].rows:
-                found = records.get(replace(row.config, images=images), {})
+                found = records.get(self._request.choices(row), {})
                 if not found:
                     continue
                 beside = records.get(replace(Config.preset(row.config.bits), images=images), {})
@@ -240,7 +256,7 @@ class _Measured:
                         for seed, record in found.items()
                     ],
                     "published": find_published(
-                        name, self.name, row.config.bits, row.method, _taken(row.config, images)
+                        name, self.name, row.config.bits, row.method, _taken(self._request.choices(row), images)
                     ),
                 }
 

@@ -232,13 +232,24 @@ def bits_name(config: Config) -> str:
     return f"W{config.weight_bits}/A{config.activation_bits}{softmax}"
 
 
+def with_images(config: Config, images: int, fitted: int = FITTED_IMAGES) -> Config:
+    """Return a configuration with this number of calibration images, whose stages fit at most `fitted` images."""
+    config = replace(config, images=images)
+    return config.with_fitted_images(fitted) if config.images_fitted > fitted else config
+
+
 def plan(
-    names: Sequence[str], images: int = IMAGES, bits: Sequence[str] = (), firsts: Sequence[str] = ()
+    names: Sequence[str],
+    images: int = IMAGES,
+    bits: Sequence[str] = (),
+    firsts: Sequence[str] = (),
+    fitted: int = FITTED_IMAGES,
 ) -> dict[Config, Row]:
     """Return the configurations of these tables in the order of measurement, each with a row that it belongs to.
 
     Each configuration appears once. Slow ones come last: the released search, stages, and rows with one seed.
     bits, firsts: keep only rows with these bits, and with these first names; empty for all.
+    fitted: the most images that a stage fits.
     Raises ValueError for an unknown table, and if no row is left.
     """
     found: dict[Config, Row] = {}
@@ -256,7 +267,7 @@ def plan(
             )
     for row in rows:
         if (not bits or row.config.bits in bits) and (not firsts or row.names[0] in firsts):
-            found.setdefault(replace(row.config, images=images), row)
+            found.setdefault(with_images(row.config, images, fitted), row)
     if not found and (bits or firsts):
         raise ValueError(
             f"no row of table {', '.join(names)} has both the bits {', '.join(bits) or 'any'} "
@@ -267,16 +278,6 @@ def plan(
         return 4 * each[1].once + 2 * bool(each[0].stages) + isinstance(each[0].search, ReleasedSearch)
 
     return dict(sorted(found.items(), key=slowness))
-
-
-def images_fitted(
-    names: Sequence[str], images: int = IMAGES, bits: Sequence[str] = (), firsts: Sequence[str] = ()
-) -> int:
-    """Return the number of images that the stages of these rows fit; 0 if none fits any.
-
-    The arguments are those of `plan`.
-    """
-    return max((config.images_fitted for config in plan(names, images, bits, firsts)), default=0)
 
 
 # --- published figures -----------------------------------------------------------------------------------------------

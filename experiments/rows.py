@@ -1,7 +1,7 @@
 """Measure chosen rows of the paper's tables, model by model, and keep finished ones in files."""
 
 from benchmarks.records import kept, read_kept
-from experiments.paper import IMAGES, Row, bits_name, images_fitted, plan
+from experiments.paper import FITTED_IMAGES, IMAGES, Row, bits_name, plan, with_images
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +30,7 @@ class Request:
     tables: the names of their tables.
     seeds: number of random subsets of `images` calibration images. All rows are measured with one seed before the next.
     bits, firsts: keep only rows with these bits, and with these first names; empty for all.
+    fitted: the most images that a stage fits.
     jobs: number of sites searched, and of batches run, at a time.
     work: a folder of finished rows, which are not measured again.
     ranks: the ranks that share the rows. Each rank measures whole rows, and all of them must see the folder `work`.
@@ -40,6 +41,7 @@ class Request:
     images: int = IMAGES
     bits: Sequence[str] = ()
     firsts: Sequence[str] = ()
+    fitted: int = FITTED_IMAGES
     jobs: int = 1
     device: torch.device = _CPU
     work: Path | None = None
@@ -47,12 +49,16 @@ class Request:
 
     def plan(self) -> dict[Config, Row]:
         """Return the configurations to measure, each with a row. Raises ValueError for an unknown table."""
-        return plan(self.tables, self.images, self.bits, self.firsts)
+        return plan(self.tables, self.images, self.bits, self.firsts, self.fitted)
+
+    def choices(self, row: Row) -> Config:
+        """Return the configuration to measure for a row, with the numbers of images asked for."""
+        return with_images(row.config, self.images, self.fitted)
 
     @property
     def images_fitted(self) -> int:
-        """The number of images that the stages of these rows fit. Raises ValueError as `plan` does."""
-        return images_fitted(self.tables, self.images, self.bits, self.firsts)
+        """The number of images that the stages of these rows fit; 0 if none fits any. Raises ValueError as `plan`."""
+        return max((config.images_fitted for config in self.plan()), default=0)
 
 
 class Subject(Protocol):

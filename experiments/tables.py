@@ -5,6 +5,7 @@
 `--help` lists the options. Under torchrun, several processes share the rows.
 """
 
+from benchmarks.real import load_classifier, names_folder
 from experiments import classifiers, detectors, paper
 from experiments.markdown import markdown
 from experiments.rows import Progress, Request
@@ -46,18 +47,25 @@ def command(
         ),
     ] = None,
     model_names: Annotated[
-        str, typer.Option("--models", help=f"Models, comma-separated: {zoo.KINDS}. demo has its own images.")
+        str,
+        typer.Option(
+            "--models",
+            help=f"Models, comma-separated: {zoo.KINDS}, or NAME:FOLDER, where NAME*.safetensors has the weights of a "
+            "classifier under the name of its timm architecture. demo has its own images.",
+        ),
     ] = "demo",
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Folder with the subfolders train (images to calibrate on) and val (labelled images to evaluate on)."
+            help="Folder with the subfolders train (images to calibrate on) and val (labelled images to evaluate on), "
+            "or with support, query and a CSV file of file,label."
         ),
     ] = None,
     seeds: Annotated[
         int, typer.Option(min=1, help="Number of seeds, from 0. Each seed selects other calibration images.")
     ] = 1,
     images: Annotated[int, typer.Option(min=1, help="Number of calibration images.")] = paper.IMAGES,
+    fitted: Annotated[int, typer.Option(min=1, help="Most images that a stage fits.")] = paper.FITTED_IMAGES,
     bits: Annotated[str, typer.Option(help="Measure only rows with these bits, comma-separated, such as w6a6.")] = "",
     rows_of: Annotated[
         str,
@@ -108,6 +116,7 @@ def command(
         images,
         widths,
         firsts,
+        fitted,
         jobs=thread_count(jobs),
         device=find_device(device),
         work=places.rows,
@@ -141,10 +150,8 @@ def _load_classifiers(specs: Sequence[str], data: Path | None, request: Request)
     for name in specs:
         if not zoo.is_model(name):
             raise DataError(f"unknown model {name!r}: give {zoo.KINDS}")
-    benches = [
-        classifiers.Bench.of(load_model(name, False, None), data, request.images, request.images_fitted)
-        for name in specs
-    ]
+    models = (load_classifier(name) if names_folder(name) else load_model(name, False, None) for name in specs)
+    benches = [classifiers.Bench.of(model, data, request.images, request.images_fitted) for model in models]
     for each in benches:
         with waiting(f"checking {each.model.name}"):
             each.check(request.device)

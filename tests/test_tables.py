@@ -1,5 +1,6 @@
 """The paper's tables as a command: what is published, what is measured once and kept, and what is refused."""
 
+from benchmarks.real import load_classifier, names_folder
 from benchmarks.records import kept
 from experiments import classifiers, paper
 from experiments.classifiers import Bench
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from adalog import METHODS, Calibration, Config, DataError, Search
 from adalog.baselines import RangeSearch, ReleasedSearch
@@ -486,6 +488,30 @@ def test_what_is_not_right(place, given, why, monkeypatch, capsys):
     assert not (place / "adalog-tables.rows").exists()
 
 
+def test_a_classifier_in_a_folder_and_its_images(tmp_path):
+    """NAME:FOLDER has the weights of a timm architecture; support images calibrate, and queries evaluate."""
+    timm = pytest.importorskip("timm")
+    assert not names_folder("timm:vit_tiny_patch16_224")
+    assert not names_folder(f"hf:{tmp_path}")
+    assert names_folder(f"deit_tiny:{tmp_path}")
+    with pytest.raises(DataError, match=r"has 0 files deit_tiny\*.safetensors: give a folder with one"):
+        load_classifier(f"deit_tiny:{tmp_path}")
+    weights = timm.create_model("deit_tiny_patch16_224").state_dict()
+    save_file(weights, tmp_path / "deit_tiny_patch16_224.safetensors")
+    loaded = load_classifier(f"deit_tiny:{tmp_path}")
+    assert loaded.name == "timm:deit_tiny_patch16_224"
+    assert torch.equal(loaded.module.state_dict()["head.weight"], weights["head.weight"])
+    names = ["query/a.png", "support/b.png", "query/c.png", "support/d.png", "support/e.png"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (256, 256)).save(tmp_path / name)
+    labels = "".join(f"{name},{number}\n" for number, name in enumerate(names))
+    (tmp_path / "labels.csv").write_text(f"file,label\n{labels}")
+    bench = Bench.of(loaded, tmp_path, 3)
+    assert [path.name for path in bench.pool.paths] == ["b.png", "d.png", "e.png"]
+    assert bench.labels.tolist() == [0, 2]
+
+
 def test_they_take_a_name_with_a_comma(monkeypatch, capsys, tmp_path):
     code, error = call(monkeypatch, capsys, "5", "--rows", "FPCS, theirs", "--out", tmp_path / "t", main=main)
     assert (code, "'FPCS, theirs'" in error.replace("\n", " ")) == (2, True), error
@@ -596,7 +622,8 @@ def test_a_row_that_fits_images_is_measured(monkeypatch, bench):
 
 def test_too_few_images_to_fit_are_refused_before_anything_is_measured():
     loaded = load_model("demo", False, None)
-    assert paper.images_fitted(["4"]) == 1024
+    assert Request(["4"]).images_fitted == 1024
+    assert Request(["4"], fitted=1000).images_fitted == 1000
     assert len(Bench.of(loaded, None, 32, 1024).unlabelled(1024, 0, 1)) == 1024
     with pytest.raises(DataError, match="demo has only 1024 images for stages, but rows of these tables need 1025"):
         Bench.of(loaded, None, 32, 1025)
