@@ -1,14 +1,17 @@
 """Compare widths that adalog chooses per site with one width for all sites, at no more bytes and operations.
 
-    python benchmarks/budgets.py --model demo|realbench [--realbench DIR] [--bits w4a4 w3a3] [--seeds 3] [--judged 128]
-        [--widths 2 3 4 6 8] [--counts 16 32 64] [--work DIR] [--json FILE]
+    python benchmarks/budgets.py --model demo|realbench|deit_tiny:FOLDER [--realbench DIR] [--bits w4a4 w3a3]
+        [--methods adalog adalog++] [--seeds 3] [--judged 128] [--widths 2 3 4 6 8] [--counts 16 32 64] [--work DIR]
+        [--json FILE]
 
-The baseline quantizes all sites with the bits of --bits. Its file size and the BOPs of one image are the two limits
-within which `adalog` chooses the widths from --widths. In each run 32 images calibrate, and --judged other images
-without labels measure the losses by which adalog chooses. The models are:
+The baseline is `adalog` with the bits of --bits at all sites. Its file size and the BOPs of one image are the two
+limits within which the widths are chosen from --widths, and each method of --methods quantizes with these widths. In
+each run 32 images calibrate, and --judged other images without labels measure the losses by which adalog chooses.
+Stages of a method fit as many images as they ask for, or all. The models are:
 
 - demo: the bundled model. Training images calibrate and choose. Results are for 2,000 test images.
 - realbench: TinyViT (see `realbench.py`). Support images calibrate and choose. Results are for 1,000 queries.
+- NAME:FOLDER: a classifier (see `realbench.py`), with the same images.
 
 --seeds repeats the comparison with other random images. --counts repeats it for the first seed with other numbers of
 images that choose. The script also tests the prediction behind the choice. It quantizes 20 random mixes of widths, with
@@ -37,7 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from adalog import Calibration, Config, QuantizedModel, Resources
+from adalog import METHODS, Calibration, Config, QuantizedModel, Resources
 from adalog.graph.rewrite import Assigned
 from adalog.inputs import demo
 from adalog.model import quickest
@@ -53,9 +56,10 @@ MIXES = 20
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("demo", "realbench"), default="demo")
+    parser.add_argument("--model", default="demo", help="demo, realbench (TinyViT) or NAME:FOLDER of a classifier")
     parser.add_argument("--realbench", type=Path, default=os.environ.get("ADALOG_REALBENCH"))
     parser.add_argument("--bits", nargs="+", default=["w4a4", "w3a3"])
+    parser.add_argument("--methods", nargs="+", default=["adalog"], choices=METHODS)
     parser.add_argument("--seeds", type=int, default=1, help="number of random subsets of images")
     parser.add_argument("--judged", type=int, default=128, help="number of images that choose the widths")
     parser.add_argument("--widths", nargs="+", type=int, default=[2, 3, 4, 6, 8])
@@ -68,19 +72,26 @@ def main() -> None:
 def measure(given: argparse.Namespace, work: Path) -> None:
     """Measure all rows, and publish them. work: the folder of finished rows and of finished parts of a row."""
     case = load_case(given.model, given.realbench and Path(given.realbench))
-    about = {"model": given.model, "widths": given.widths}
+    model = given.model.partition(":")[0]
+    about = {"model": model, "widths": given.widths}
     most = max([given.judged, *given.counts])
 
     def finished(name: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
-        return kept(work / f"{given.model}-{name}.json", {**about, **key}, make)
+        return kept(work / f"{model}-{name}.json", {**about, **key}, make)
 
     def place(name: str) -> Path:
-        return work / f"{given.model}-{name}-{source_hash()[:12]}.partial"
+        return work / f"{model}-{name}-{source_hash()[:12]}.partial"
 
     @cache
     def calibrated(seed: int) -> tuple[Calibration, torch.Tensor]:
-        drawn = case.drawn(IMAGES + most, seed)
-        return Calibration(case.model, drawn[:IMAGES], seed=seed), drawn[IMAGES:]
+        fitted = max(choices_of(bits, method).images_fitted for bits, method in product(given.bits, given.methods))
+        drawn = case.drawn(max(IMAGES + most, fitted), seed)
+        calibration = Calibration(case.model, drawn[:IMAGES], unlabelled=drawn[:fitted] if fitted else None, seed=seed)
+        return calibration, drawn[IMAGES:]
+
+    def choices_of(bits: str, method: str) -> Config:
+        config = Config.preset(bits, method)
+        return config.with_fitted_images(case.pool) if config.images_fitted > case.pool else config
 
     search = Config(stages=())  # the losses of single operands and of mixes are those of searches
 
@@ -110,20 +121,21 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         result = score(case.classes(runs, at_once), case.labels, reference())
         assert result.top1 is not None
         found = {"top1": result.top1.value, "agreement": result.agreement, "executor": executor}
-        if given.model == "demo":
+        if model == "demo":
             images = demo.test_images()[0]
             found["kl"] = divergence(predict(case.model, images), predict(runs, images, jobs=at_once))
         return found
 
-    def measured(bits: str, seed: int, count: int) -> dict[str, Any]:
+    def measured(bits: str, method: str, seed: int, count: int) -> dict[str, Any]:
         calibration, _ = calibrated(seed)
         found, _ = chosen_by(seed, count)
-        config = Config.preset(bits)
-        uniform = calibration.quantize(config, Resources(partial=place(f"{bits}-{seed}"), progress=told(bits)))
+        resources = Resources(partial=place(f"{bits}-{seed}"), progress=told(bits))
+        uniform = calibration.quantize(Config.preset(bits), resources)
         size, bops = taken(uniform)
-        resources = Resources(progress=told(f"{bits} budget"))
-        chosen = quantize_within(calibration, config, found, Budget(size, bops), resources)
-        row = {"bits": bits, "seed": seed, "judged": count, "bytes_uniform": size, "bytes_budget": chosen.bytes}
+        resources = Resources(partial=place(f"{bits}-{method}-{seed}"), progress=told(f"{bits} {method}, budget"))
+        chosen = quantize_within(calibration, choices_of(bits, method), found, Budget(size, bops), resources)
+        row = {"bits": bits, "method": method, "seed": seed, "judged": count}
+        row |= {"bytes_uniform": size, "bytes_budget": chosen.bytes}
         row |= {"bops_uniform": bops, "bops_budget": chosen.bops, "foretold": chosen.plan.totals.loss}
         for name, model in (("uniform", uniform), ("budget", chosen.model)):
             row |= {f"{what}_{name}": value for what, value in judge(model).items()}
@@ -159,24 +171,25 @@ def measure(given: argparse.Namespace, work: Path) -> None:
             print(pairs[-1], file=sys.stderr)
         return {"pairs": pairs, "spearman": spearman(*zip(*pairs, strict=True))}
 
-    def row(bits: str, seed: int, count: int) -> Any:
-        key = {"bits": bits, "seed": seed, "judged": count}
-        return finished(f"{bits}-{count}-{seed}", key, partial(measured, bits, seed, count))
+    def row(bits: str, method: str, seed: int, count: int) -> Any:
+        key = {"bits": bits, "method": method, "seed": seed, "judged": count}
+        return finished(f"{bits}-{method}-{count}-{seed}", key, partial(measured, bits, method, seed, count))
 
-    rows = [row(bits, seed, given.judged) for seed, bits in product(range(given.seeds), given.bits)]
+    asked = product(range(given.seeds), given.bits, given.methods)
+    rows = [row(bits, method, seed, given.judged) for seed, bits, method in asked]
     told_mixes = finished("mixes", {"judged": given.judged}, mixes)
     result = {
-        given.model: rows,
-        "spearman": {given.model: told_mixes["spearman"]},
+        model: rows,
+        "spearman": {model: told_mixes["spearman"]},
         "mixes": told_mixes["pairs"],
-        "counts": [row(bits, 0, count) for count, bits in product(given.counts, given.bits)],
+        "counts": [row(bits, "adalog", 0, count) for count, bits in product(given.counts, given.bits)],
         "measure": chosen_by(0)[0].measure,
         "judged_by": given.judged,
         "rows": len(chosen_by(0)[0].rows),
         "cpu_seconds_of_rows": [chosen_by(seed)[1] for seed in range(given.seeds)],
         "machine": machine(),
     }
-    publish(result, given.json or RESULTS / f"budgets-{given.model}.json")
+    publish(result, given.json or RESULTS / f"budgets-{model}.json")
 
 
 def told(what: str) -> Callable[[int, int, str], None]:
