@@ -1207,26 +1207,47 @@ INLINE int32_t value_at(const Steps& steps, float x) {
 
 #if ADALOG_LEVEL
 
-// Splits W buckets into their thresholds and their pairs of values.
-INLINE void unzip(const Bucket* from, F& thresholds, I& pairs) {
-#if ADALOG_WIDE
-    const I one = _mm512_loadu_si512(from), two = _mm512_loadu_si512(from + 8);
-    const I even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    thresholds = _mm512_castsi512_ps(_mm512_permutex2var_epi32(one, even, two));
-    pairs = _mm512_permutex2var_epi32(one, _mm512_or_si512(even, set(1)), two);
+// Reads W buckets, and splits them into their thresholds and their pairs of values. Buckets are loaded one by one: a gather
+// is not faster, and it is slow on some processors. They meet in registers, because a vector that is loaded from several
+// recent stores waits until all of them have reached the cache.
+INLINE void unzip(const Bucket* buckets, const int32_t* numbers, F& thresholds, I& pairs) {
+#if ADALOG_WASM
+    auto two = [&](int i) INLINE_LAMBDA {
+        return wasm_v128_load64_lane(buckets + numbers[i + 1], wasm_v128_load64_zero(buckets + numbers[i]), 1);
+    };
+    const I one = two(0), other = two(2);
+    thresholds = F(wasm_i32x4_shuffle(one, other, 0, 2, 4, 6));
+    pairs = wasm_i32x4_shuffle(one, other, 1, 3, 5, 7);
 #elif ADALOG_NEON
-    const float32x4x2_t both = vld2q_f32(&from->threshold);
-    thresholds = both.val[0], pairs = vreinterpretq_s32_f32(both.val[1]);
-#elif ADALOG_WASM
-    const I one = wasm_v128_load(from), two = wasm_v128_load(from + 2);
-    thresholds = F(wasm_i32x4_shuffle(one, two, 0, 2, 4, 6));
-    pairs = wasm_i32x4_shuffle(one, two, 1, 3, 5, 7);
+    auto two = [&](int i) INLINE_LAMBDA {
+        return vcombine_f32(vld1_f32(&buckets[numbers[i]].threshold), vld1_f32(&buckets[numbers[i + 1]].threshold));
+    };
+    const float32x4_t one = two(0), other = two(2);
+    thresholds = vuzp1q_f32(one, other), pairs = vreinterpretq_s32_f32(vuzp2q_f32(one, other));
 #else
-    const float* at = &from->threshold;
-    const F one = _mm256_loadu_ps(at), two = _mm256_loadu_ps(at + 8);
-    const F even = _mm256_shuffle_ps(one, two, 0x88), odd = _mm256_shuffle_ps(one, two, 0xdd);
-    thresholds = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(even), 0xd8));
-    pairs = _mm256_permute4x64_epi64(_mm256_castps_si256(odd), 0xd8);
+    auto two = [&](int i) INLINE_LAMBDA {
+        const __m128i one = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(buckets + numbers[i]));
+        return _mm_loadh_pi(_mm_castsi128_ps(one), reinterpret_cast<const __m64*>(buckets + numbers[i + 1]));
+    };
+    // Each half of the vectors gets its four thresholds and its four pairs; `unpack` would leave them in another order.
+    auto four = [&](int i, __m128& first, __m128& second) INLINE_LAMBDA {
+        const __m128 one = two(i), other = two(i + 2);
+        first = _mm_shuffle_ps(one, other, 0x88), second = _mm_shuffle_ps(one, other, 0xdd);
+    };
+    __m128 first[W / 4], second[W / 4];
+#pragma GCC unroll 4
+    for (int i = 0; i < W / 4; i++) four(4 * i, first[i], second[i]);
+#if ADALOG_WIDE
+    auto joined = [&](const __m128 (&parts)[4]) INLINE_LAMBDA {
+        const __m256 low = _mm256_insertf128_ps(_mm256_castps128_ps256(parts[0]), parts[1], 1);
+        const __m256 high = _mm256_insertf128_ps(_mm256_castps128_ps256(parts[2]), parts[3], 1);
+        return _mm512_castpd_ps(_mm512_insertf64x4(_mm512_castps_pd(_mm512_castps256_ps512(low)), _mm256_castps_pd(high), 1));
+    };
+    thresholds = joined(first), pairs = _mm512_castps_si512(joined(second));
+#else
+    thresholds = _mm256_insertf128_ps(_mm256_castps128_ps256(first[0]), first[1], 1);
+    pairs = _mm256_castps_si256(_mm256_insertf128_ps(_mm256_castps128_ps256(second[0]), second[1], 1));
+#endif
 #endif
 }
 // Returns the bucket numbers for buckets that grow with the distance from a centre. half: the buckets on either side.
@@ -1327,11 +1348,9 @@ struct Search {
     INLINE explicit Search(const Steps& s) : steps(s) {}
 #endif
 #if ADALOG_LEVEL
-    // Finds the values for 4 W inputs by buckets. Buckets are loaded one by one: a gather is not faster, and it is slow on
-    // some processors.
+    // Finds the values for 4 W inputs by buckets.
     INLINE void in_buckets(const F (&x)[4], I (&values)[4]) const {
         alignas(64) int32_t numbers[4 * W];
-        alignas(64) Bucket found[4 * W];
         const F slope = set(steps.slope), origin = set(steps.origin), last = set(float(steps.count - 1));
         const int32_t half = int32_t(steps.count / 2);
 #pragma GCC unroll 4
@@ -1339,26 +1358,23 @@ struct Search {
             const F y = most(least(fma(x[j], slope, origin), last), set(0.0f));
             store(numbers + j * W, steps.shift ? by_distance(x[j], steps, half) : without_fraction(y), All{});
         }
-        const Bucket* buckets = steps.buckets;
-#pragma GCC unroll 8
-        for (int i = 0; i < 4 * W; i++) std::memcpy(found + i, buckets + numbers[i], sizeof(Bucket));
+        F thresholds[4];
         bool crowded = false;
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
-            F thresholds;
             I pairs;
-            unzip(found + j * W, thresholds, pairs);
-            values[j] = chosen(pairs, x[j], thresholds, crowded);
+            unzip(steps.buckets, numbers + j * W, thresholds[j], pairs);
+            values[j] = chosen(pairs, x[j], thresholds[j], crowded);
         }
-        if (__builtin_expect(crowded, 0)) search(x, found, values);
+        if (__builtin_expect(crowded, 0)) search(x, thresholds, values);
     }
-    NOT_INLINE void search(const F (&x)[4], const Bucket* found, I (&values)[4]) const {
-        float entries[W];
+    NOT_INLINE void search(const F (&x)[4], const F (&thresholds)[4], I (&values)[4]) const {
+        float entries[W], limits[W];
         int32_t known[W];
         for (int j = 0; j < 4; j++) {
-            store(entries, x[j], All{}), store(known, values[j], All{});
+            store(entries, x[j], All{}), store(limits, thresholds[j], All{}), store(known, values[j], All{});
             for (int i = 0; i < W; i++)
-                if (std::isnan(found[j * W + i].threshold)) known[i] = value_at(steps, entries[i]);
+                if (std::isnan(limits[i])) known[i] = value_at(steps, entries[i]);
             values[j] = load(known, All{});
         }
     }
@@ -2318,6 +2334,8 @@ NOT_INLINE void attend_rows(const Attention& of, const Search<MOST>& search, int
     const Matrices& scores = of.scores;
     const int64_t keys = scores.columns, panels = memory.scores.right.panels, width = memory.values.lines * GROUP;
     int32_t* sums = memory.scores.sums;
+    // The bias of all heads is too large for the second-level cache.
+    for (int64_t i = 0; bias && i < rows * keys; i += LINE / 4) __builtin_prefetch(bias + row * keys + i, 0, 2);
     multiply_all(scores.left, batch, head, row, rows, scores.terms, right, keys, panels, memory.scores.left,
                  memory.scores.more, sums, memory.scores.row_sums);
     const bool two = of.steps.planes > 1;
