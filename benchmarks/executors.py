@@ -1,9 +1,9 @@
-"""Compare the executors with fake quantization on the bundled model, and measure their speed on DeiT-S.
+"""Compare the executors with fake quantization, and measure their speed on DeiT-S.
 
-    python benchmarks/executors.py --model demo --bits w3a3 w4a4 w6a6 [--json F]
+    python benchmarks/executors.py --model demo|deit_tiny:FOLDER [--realbench DIR] --bits w3a3 w4a4 w6a6 [--json F]
 
-Each row compares one executor with fake quantization of the same artifact, on the test images of the bundled model and
-with the tables that calibration chose:
+Each row compares one executor with fake quantization of the same artifact, with the tables that calibration chose: on
+the test images of the bundled model, or on the queries of `realbench.py` for a classifier NAME:FOLDER.
 
 - code_flip_fraction: the share of activation codes that differ.
 - median_logit_error: the median over images of the relative error of the logits.
@@ -13,17 +13,19 @@ with the tables that calibration chose:
 - images_per_second: by CPU time of the process, on one thread with batches of 20.
 
 Rows with the executor "fake" are fake quantization itself, with u8, u16 and float tables. They show how the tables
-change top-1 and the loss. In float32, fake quantization rounds its sums. A rounded value may cross a threshold between
-codes and push other values across theirs; finer codes flip more easily. Rows with the dtype "float64" repeat the
-comparison in float64, in which no code should flip.
+change top-1 and the loss of the bundled model. In float32, fake quantization rounds its sums. A rounded value may cross
+a threshold between codes and push other values across theirs; finer codes flip more easily. Rows with the dtype
+"float64" repeat the comparison in float64, in which no code should flip.
 
-"speed" compares full-precision PyTorch, the executor `torch`, and `torch` after `compile()`. They take turns on DeiT-S
-with random weights at batch 8 on one thread. The object has their median images per second and the ratios to full
-precision. All times are CPU times, because other processes may share the machine. The script prints one JSON object and
-saves it as benchmarks/results/executors.json, or as F.
+"speed" compares full-precision PyTorch, the executor `torch`, and `torch` after `compile()`; a classifier's file has no
+speeds. They take turns on DeiT-S with random weights at batch 8 on one thread. The object has their median images per
+second and the ratios to full precision. All times are CPU times, because other processes may share the machine. The
+script prints one JSON object and saves it as benchmarks/results/executors.json or executors-NAME.json, or as F.
 """
 
 from benchmarks.publish import RESULTS, publish
+from benchmarks.real import names_folder
+from benchmarks.realbench import RealBench
 
 import time
 from collections.abc import Callable
@@ -109,23 +111,35 @@ def speed(bits: str, repeats: int) -> dict[str, Any]:
     return {**found, "table": tables_of(quantized), "images_per_second": rates, "ratio": ratios}
 
 
+def case_of(model: str, realbench: Path | None, images: int) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    """Return a model, images to evaluate it on, their labels, and its calibration images."""
+    if model == "demo":
+        pictures, labels = (value[:images] for value in demo.test_images())
+        return demo.load_model(), pictures, labels, demo.calibration_images()[: Config().images]
+    if realbench is None or not names_folder(model):
+        raise typer.BadParameter("give demo, or NAME:FOLDER with --realbench DIR", param_hint="--model")
+    bench = RealBench.of(realbench, model)
+    queries = torch.nonzero(~bench.support).flatten()[:images].tolist()
+    pictures = bench.images.select(queries).load(bench.preprocessing)
+    return bench.model, pictures, bench.labels[queries], bench.calibration_images(SEED, Config().images)
+
+
 def main(
     bits: Annotated[list[str] | None, typer.Argument(help="Further bits, after the first of --bits.")] = None,
     model: str = "demo",
     first: Annotated[str, typer.Option("--bits", help="Bits to measure; others may follow.")] = "w3a3",
-    images: Annotated[int, typer.Option(help="Number of test images to use, at most 2,000.")] = 2000,
+    realbench: Annotated[Path | None, typer.Option(envvar="ADALOG_REALBENCH", help="See `realbench.py`.")] = None,
+    images: Annotated[int, typer.Option(help="Number of test images to use, at most.")] = 2000,
     reference_images: Annotated[int, typer.Option(help="Number of these images for slow runs.")] = 400,
     repeats: int = 20,
     json_out: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
-    """Compare the executors with fake quantization on the bundled model, and measure their speed on DeiT-S."""
-    if model != "demo":
-        raise typer.BadParameter("only demo has images to evaluate: use --model demo", param_hint="--model")
+    """Compare the executors with fake quantization, and measure their speed on DeiT-S."""
     torch.set_num_threads(1)
-    network = demo.load_model()
-    pictures, labels = (value[:images] for value in demo.test_images())
+    network, pictures, labels, calibrating = case_of(model, realbench, images)
+    bundled = model == "demo"
     full, _ = answers(network, pictures)
-    calibration = Calibration(network, demo.calibration_images()[: Config().images], seed=SEED)
+    calibration = Calibration(network, calibrating, seed=SEED)
     rows: list[dict[str, Any]] = []
 
     def row(executor: str, width: str, table: str, logits: Tensor, rate: float, beside: Tensor) -> dict[str, Any]:
@@ -153,7 +167,7 @@ def main(
         for executor, count in (
             ("torch", images),
             *[("native", images)] * bool(library.levels()),
-            ("reference", min(images, reference_images)),
+            *[("reference", min(images, reference_images))] * bundled,
         ):
             some = pictures[:count]
             logits, rate = answers(quantized.compile(executor), some)
@@ -168,18 +182,20 @@ def main(
         logits, rate = answers(double.compile("torch"), some)
         found = row("torch", width, tables_of(quantized), logits, rate, answers(double, some)[0])
         rows.append({**found, "code_flip_fraction": flips(double, "torch", some)})
-        for tables in ("u8", "u16", "float"):
+        for tables in ("u8", "u16", "float") * bundled:
             other = calibration.quantize(replace(config, tables=tables))
             logits, rate = answers(other, pictures)
             rows.append({**row("fake", width, tables, logits, rate, fake), "code_flip_fraction": None})
     result = {
+        "model": model.partition(":")[0],
         "rows": rows,
-        "speed": [speed(width, repeats) for width in (first, *(bits or ()))],
+        "speed": [speed(width, repeats) for width in (first, *(bits or ())) if bundled],
         "bars": BARS,
         "seed": SEED,
         "machine": machine(),
     }
-    publish(result, json_out or RESULTS / "executors.json")
+    name = "executors" if bundled else f"executors-{result['model']}"
+    publish(result, json_out or RESULTS / f"{name}.json")
 
 
 if __name__ == "__main__":
