@@ -19,7 +19,7 @@ ENGINES = {
     "openvino-int8-bf16": "OpenVINO int8, bfloat16 elsewhere",
 }
 LEVELS = {"amx": "AMX", "avx512vnni": "AVX-512-VNNI", "avxvnni": "AVX-VNNI", "avx2": "AVX2"}
-MODELS = {"demo": "the bundled ViT", "realbench": "TinyViT"}
+MODELS = {"demo": "the bundled ViT", "realbench": "TinyViT", "deit_tiny": "DeiT-T"}
 
 
 def name_model(model: str) -> str:
