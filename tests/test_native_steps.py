@@ -10,7 +10,7 @@ from adalog.graph.tracing import trace
 from adalog.runtime import compiled, native, reference
 from adalog.runtime.native.products import Encoder
 from adalog.runtime.native.recognise import recognise
-from adalog.runtime.native.steps import Attend, Linear, Matrices, Norm, Same, Torch
+from adalog.runtime.native.steps import AliasStep, AttentionStep, LinearStep, MatmulStep, NormStep, TorchStep
 from adalog.runtime.native.tables import Codes, Lookup
 from test_native import Block, Masked, Merging
 
@@ -36,23 +36,27 @@ def recognised(model, inputs):
 def working(found):
     """The steps but for moves by torch, and values under other names."""
     idle = [
-        each for each in found.steps if isinstance(each, Same) or (isinstance(each, Torch) and each.node.op in MOVES)
+        each
+        for each in found.steps
+        if isinstance(each, AliasStep) or (isinstance(each, TorchStep) and each.node.op in MOVES)
     ]
     return [each for each in found.steps if each not in idle]
 
 
 def told(step):
     """A step in short: its kind, what it stores, and how many values it is added to."""
-    if isinstance(step, Torch):
+    if isinstance(step, TorchStep):
         return step.node.op
     finish, rows = getattr(step, "finish", None), getattr(step, "rows", None)
     stores = {Codes: " codes", Lookup: " lookup"}.get(type(finish), "")
-    return type(step).__name__ + stores + (" + residual" if rows is not None and rows.added else "")
+    return (
+        type(step).__name__.removesuffix("Step") + stores + (" + residual" if rows is not None and rows.added else "")
+    )
 
 
 def test_a_vision_transformer(quantized, images):
     found = recognised(quantized, images)
-    block = ["Norm codes", "Linear codes", "Attend codes", "Linear + residual"]
+    block = ["Norm codes", "Linear codes", "Attention codes", "Linear + residual"]
     block += ["Norm codes", "Linear lookup", "Linear + residual"]
     stem = ["Encode", *["Linear lookup"] * 2, "Linear", "aten.add.Tensor"]
     steps = working(found)
@@ -73,7 +77,7 @@ def test_a_vision_transformer(quantized, images):
 
 
 def test_a_convolution_is_rows_that_are_an_image(quantized, images):
-    first, _, second = [each for each in recognised(quantized, images).steps if isinstance(each, Linear)][:3]
+    first, _, second = [each for each in recognised(quantized, images).steps if isinstance(each, LinearStep)][:3]
     assert (first.shape, first.image) == ((4, 1024, 8), (32, 32))
     assert second.image == (8, 8)
 
@@ -90,7 +94,7 @@ def test_scales_of_layers_and_relative_biases(block):
     assert [told(each) for each in steps] == [
         "Norm codes",
         *["Linear codes"] * 3,
-        "Attend codes",
+        "Attention codes",
         "Linear + residual",
         "Encode",
         "Linear lookup",
@@ -137,7 +141,7 @@ def test_scores_that_a_mask_hides(masked):
     """The products stay apart, and torch does what lies between them."""
     kinds = [told(each) for each in working(recognised(*masked))]
     between = ["aten.masked_fill.Scalar", "aten.softmax.int", "Encode"]
-    assert kinds == ["Encode", "Linear codes", "Matrices", *between, "Matrices"]
+    assert kinds == ["Encode", "Linear codes", "Matmul", *between, "Matmul"]
 
 
 class Adaptive(nn.Module):
@@ -166,8 +170,8 @@ def adaptive(fast):
 def test_what_is_not_known_beforehand_is_left_to_torch(adaptive):
     model, x, found = adaptive
     steps = working(recognised(model, x))
-    assert not any(isinstance(each, Norm) for each in steps)
-    assert sum(each.node.op == "aten.layer_norm.default" for each in steps if isinstance(each, Torch)) == 1
+    assert not any(isinstance(each, NormStep) for each in steps)
+    assert sum(each.node.op == "aten.layer_norm.default" for each in steps if isinstance(each, TorchStep)) == 1
     if found is not None:
         assert torch.allclose(found, model(x), rtol=1e-4, atol=1e-4)
 
@@ -180,5 +184,5 @@ def test_a_step_says_what_it_reads(quantized, images):
         assert set(step.reads) <= known
         assert step.name not in known
         known.add(step.name)
-    assert {type(each) for each in found.steps} >= {Norm, Linear, Attend, Same, Torch}
-    assert not any(isinstance(each, Matrices) for each in found.steps)
+    assert {type(each) for each in found.steps} >= {NormStep, LinearStep, AttentionStep, AliasStep, TorchStep}
+    assert not any(isinstance(each, MatmulStep) for each in found.steps)

@@ -33,7 +33,17 @@ from adalog.runtime.native.products import (
     zero_point,
 )
 from adalog.runtime.native.recognise import failing, recognise
-from adalog.runtime.native.steps import Activate, Attend, Encode, Linear, Matrices, Norm, Same, Steps, Torch
+from adalog.runtime.native.steps import (
+    ActivationStep,
+    AliasStep,
+    AttentionStep,
+    EncodeStep,
+    LinearStep,
+    LoweredProgram,
+    MatmulStep,
+    NormStep,
+    TorchStep,
+)
 from adalog.runtime.native.tables import Codes, Finish
 from adalog.runtime.reference import ENCODE, IntegerSite
 
@@ -104,7 +114,7 @@ def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _last_reads(found: Steps) -> list[list[str]]:
+def _last_reads(found: LoweredProgram) -> list[list[str]]:
     """Return for each step the names of the values that no later step reads. Outputs are read at the end."""
     made = {step.name for step in found.steps}
     read_later = set(refs_of(found.program.output))
@@ -124,7 +134,9 @@ class _Emitter:
     every call overwrites, planes of such tensors (`Bytes`), or a number.
     """
 
-    def __init__(self, found: Steps, functions: Mapping[str, Any], context: abi.Context, inputs: Sequence[Tensor]):
+    def __init__(
+        self, found: LoweredProgram, functions: Mapping[str, Any], context: abi.Context, inputs: Sequence[Tensor]
+    ):
         self.layout = Layout(context)
         self.layout.alive.append(found.constants)
         self.fallbacks: dict[str, str] = {}
@@ -140,14 +152,14 @@ class _Emitter:
         for name, value, static in zip(program.inputs, inputs, self.statics, strict=True):
             self._values[name] = torch.empty(value.shape) if static is None else static
         emitted: dict[type, Callable[[Any], Any]] = {
-            Norm: self._norm,
-            Linear: self._linear,
-            Matrices: self._matrices,
-            Attend: self._attend,
-            Encode: self._encode,
-            Activate: lambda step: _activated(self.layout, self._values[step.source], step.activation),
-            Same: lambda step: self._values[step.source],
-            Torch: self._torch,
+            NormStep: self._norm,
+            LinearStep: self._linear,
+            MatmulStep: self._matrices,
+            AttentionStep: self._attend,
+            EncodeStep: self._encode,
+            ActivationStep: lambda step: _activated(self.layout, self._values[step.source], step.activation),
+            AliasStep: lambda step: self._values[step.source],
+            TorchStep: self._torch,
         }
         nodes, arena = {node.name: node for node in program.nodes}, self.layout.arena
         for step, dead in zip(found.steps, _last_reads(found), strict=True):
@@ -163,7 +175,7 @@ class _Emitter:
 
     # --- kernels -----------------------------------------------------------------------------------------------------
 
-    def _norm(self, step: Norm) -> Any:
+    def _norm(self, step: NormStep) -> Any:
         layout, x = self.layout, _floats(self._values[step.source])
         x, columns = layout.dense(x), x.shape[-1]
         out = layout.results(step.finish, step.shape, step.rows)
@@ -181,10 +193,10 @@ class _Emitter:
         layout.call("norm", arguments)
         return _value(step.finish, out)
 
-    def _added(self, step: Norm | Linear) -> Tensor | None:
+    def _added(self, step: NormStep | LinearStep) -> Tensor | None:
         return None if step.rows.added is None else _floats(self._values[step.rows.added])
 
-    def _linear(self, step: Linear) -> Any:
+    def _linear(self, step: LinearStep) -> Any:
         layout, product = self.layout, self._functions[step.product]
         source, columns = self._values[step.source], product.columns
         scale = product.site.scales[0].double().reshape(-1).expand(columns)
@@ -210,7 +222,7 @@ class _Emitter:
             out = [plane.transpose(1, 2).unflatten(2, step.image) for plane in out]
         return _value(step.finish, out)
 
-    def _in_place(self, step: Linear, added: Tensor | None) -> list[Tensor] | None:
+    def _in_place(self, step: LinearStep, added: Tensor | None) -> list[Tensor] | None:
         """Return the memory of the value that a linear adds to, if the sums can overwrite that value, or None."""
         rows, arena = step.rows, self.layout.arena
         if added is None or step.finish is not None or rows.place is not None or rows.added_to is not None:
@@ -230,7 +242,7 @@ class _Emitter:
         count = len(images) * math.prod(site.sizes(images.shape))
         return [_patched(layout, site, plane, count) for plane in map(layout.dense, left)]
 
-    def _matrices(self, step: Matrices) -> Any:
+    def _matrices(self, step: MatmulStep) -> Any:
         layout, site = self.layout, self._functions[step.product].site
         left, right = self._values[step.left], self._values[step.right]
         site.check_terms(left[0].shape[-1])
@@ -244,7 +256,7 @@ class _Emitter:
         layout.call("product", arguments)
         return _value(step.finish, out)
 
-    def _attend(self, step: Attend) -> Any:
+    def _attend(self, step: AttentionStep) -> Any:
         layout, site, scores = self.layout, self._functions[step.product].site, self._functions[step.scores].site
         q, k, v = (layout.strided(self._values[name][0], step.shape[:-2]) for name in step.reads)
         scores.check_terms(q.shape[-1])
@@ -289,7 +301,7 @@ class _Emitter:
         layout.call("attention", arguments)
         return _value(step.finish, out)
 
-    def _encode(self, step: Encode) -> Any:
+    def _encode(self, step: EncodeStep) -> Any:
         """Encode a value. The codes have the same memory order as the value."""
         layout, quantizer, x = self.layout, step.quantizer, self._values[step.source]
         if x.dtype != torch.float32:  # scales of float64 can give it another type than on the meta device
@@ -333,7 +345,7 @@ class _Emitter:
 
     # --- operations without a kernel ---------------------------------------------------------------------------------
 
-    def _torch(self, step: Torch) -> Any:
+    def _torch(self, step: TorchStep) -> Any:
         node = step.node
         args = evaluate(node.args, self._values)
         kwargs = {key: evaluate(value, self._values) for key, value in node.kwargs.items()}

@@ -27,17 +27,17 @@ from adalog.graph.program import Node, Program, Ref
 from adalog.quantizers import Quantizer, UniformQuantizer
 from adalog.runtime.native.flow import FACTORS, SIZE, Flow, rows_behind, with_addition, with_constant
 from adalog.runtime.native.steps import (
-    Activate,
-    Attend,
-    Encode,
-    Linear,
-    Matrices,
-    Norm,
+    ActivationStep,
+    AliasStep,
+    AttentionStep,
+    EncodeStep,
+    LinearStep,
+    LoweredProgram,
+    MatmulStep,
+    NormStep,
     Rows,
-    Same,
     Step,
-    Steps,
-    Torch,
+    TorchStep,
 )
 from adalog.runtime.native.tables import Codes, Finish, entries_of, lookup_of
 from adalog.runtime.reference import PRODUCT, IntegerSite
@@ -55,7 +55,7 @@ _MASKING = aten("masked_fill.Scalar")  # accepted if the mask hides nothing
 
 def recognise(
     program: Program, sites: Mapping[str, IntegerSite], quantizers: Mapping[str, Quantizer], shapes: Mapping[str, Any]
-) -> Steps:
+) -> LoweredProgram:
     """Return the steps of a compiled program.
 
     sites, quantizers: the sites of products and the quantizers of encoders that kernels run, by the names of their
@@ -84,9 +84,9 @@ def recognise(
     in_place = {
         name
         for name in program.inputs
-        if name not in flow.outputs and all(isinstance(step, Encode) for step in steps if name in step.reads)
+        if name not in flow.outputs and all(isinstance(step, EncodeStep) for step in steps if name in step.reads)
     }
-    return Steps(program, tuple(steps), constants, frozenset(in_place))
+    return LoweredProgram(program, tuple(steps), constants, frozenset(in_place))
 
 
 @contextlib.contextmanager
@@ -127,13 +127,13 @@ class _Recogniser:
             kind = _kind_of(node)
             given = self._flow.shapes.get(node.args[0].name) if kind else None
             if isinstance(given, Tensor) and given.dtype == torch.float32 and given.numel():
-                return Activate(node.name, node.args[0].name, kind)
-            return Torch(node.name, node)
+                return ActivationStep(node.name, node.args[0].name, kind)
+            return TorchStep(node.name, node)
         uniform, source = isinstance(quantizer, UniformQuantizer), self._flow.shapes[node.args[0].name]
         if source.dtype != torch.float32 or not source.numel() or not (uniform or quantizer.scale.numel() == 1):
-            return Torch(node.name, node)
+            return TorchStep(node.name, node)
         lookup = None if uniform else lookup_of(quantizer, lambda x: x, torch.float32)
-        return Encode(node.name, node.args[0].name, quantizer, lookup)
+        return EncodeStep(node.name, node.args[0].name, quantizer, lookup)
 
     def _replace(self, gone: Sequence[str], step: Step) -> None:
         """Store a step under the name of its value, and remove the values that are no longer computed."""
@@ -169,7 +169,7 @@ class _Recogniser:
         shape, shift = self._flow.shapes[rows.last].shape, self._tensor(bias)
         if constant is not None:
             shift = constant if shift is None else shift + constant
-        step = Norm(rows.last, source.name, self._tensor(weight), shift, epsilon, shape, rows, finish)
+        step = NormStep(rows.last, source.name, self._tensor(weight), shift, epsilon, shape, rows, finish)
         self._replace(rows.gone, step)
 
     def _is_bias(self, arg: Any) -> bool:
@@ -183,13 +183,13 @@ class _Recogniser:
 
         def step(
             rows: Rows, finish: Finish, name: str | None = None, factor: Tensor | None = None, activation: str = ""
-        ) -> Linear:
+        ) -> LinearStep:
             name = name or rows.last
             shape = shapes[name].shape
             if image is not None:
                 shape = torch.Size((len(shapes[node.name]), math.prod(image), len(weight)))
             bias = self._tensor(node.args[2])
-            return Linear(name, node.args[0].name, node.name, bias, factor, shape, image, rows, finish, activation)
+            return LinearStep(name, node.args[0].name, node.name, bias, factor, shape, image, rows, finish, activation)
 
         if image is not None:
             rows, shape = Rows(node.name), shapes[node.name].shape
@@ -250,12 +250,12 @@ class _Recogniser:
         finish = self._finish_of(node.name, columns)
         left, right = (arg.name for arg in node.args[:2])
         if found is None:  # if a softmax reads this product, a later attention replaces this step
-            self.pending[node.name] = Matrices(node.name, left, right, node.name, shape, finish)
+            self.pending[node.name] = MatmulStep(node.name, left, right, node.name, shape, finish)
             return
         queries, keys = (arg.name for arg in found.product.args[:2])
         probabilities = lookup_of(self._quantizers[left], torch.exp2, torch.float64)
         scores = found.product.name
-        step = Attend(
+        step = AttentionStep(
             node.name, queries, keys, right, scores, node.name, found.factor, found.bias, probabilities, shape, finish
         )
         self._replace([scores, *found.between, left], step)
@@ -307,7 +307,7 @@ class _Recogniser:
     def _finish_of(
         self, name: str, columns: Tensor | None, function: Callable[[Tensor], Tensor] | None = None
     ) -> Finish:
-        """Return the finish that encodes a value if only quantizers read it, or None. Their own steps become `Same`.
+        """Return the finish that encodes a value if only quantizers read it, or None. Their steps become `AliasStep`.
 
         columns: the column number of each entry, int32. function: a function to apply to the value first.
         """
@@ -323,10 +323,10 @@ class _Recogniser:
             finish = lookup_of(quantizers[0], function or (lambda x: x), torch.float64)
         if finish is not None:
             for leaf, path in leaves:
-                self.pending[leaf.name] = Same(leaf.name, leaf.args[0].name)
+                self.pending[leaf.name] = AliasStep(leaf.name, leaf.args[0].name)
                 for before, node in pairwise([self._flow.nodes[name], *path]):
                     if node.op not in MOVES:
-                        self.pending[node.name] = Same(node.name, before.name)
+                        self.pending[node.name] = AliasStep(node.name, before.name)
         return finish
 
 
@@ -365,7 +365,7 @@ def _activation(flow: Flow, name: str) -> tuple[str, list[str], Callable[[Tensor
 
 @dataclass(frozen=True)
 class _Scores:
-    """The product of queries and keys, with the factor and bias up to the softmax as in `Attend`.
+    """The product of queries and keys, with the factor and bias up to the softmax as in `AttentionStep`.
 
     between: the names of the values after the product, up to and including the softmax.
     """
@@ -379,7 +379,7 @@ class _Scores:
 def _line_of(flow: Flow, name: str, chain: Sequence[Node]) -> tuple[Tensor, tuple[Tensor, Tensor] | None] | None:
     """Return (factor, bias) if a chain of nodes computes factor * x + bias with one factor per head, or None.
 
-    The chain is run on zeros and on ones to find them. factor: (heads,), float64. bias: as in `Attend`.
+    The chain is run on zeros and on ones to find them. factor: (heads,), float64. bias: as in `AttentionStep`.
     """
     shape = flow.shapes[name].shape
 

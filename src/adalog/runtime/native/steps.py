@@ -1,7 +1,8 @@
 """Define the steps that a program is turned into, before they have memory.
 
 A step has the name of the value that it computes. `reads` names the values that it reads and that depend on the inputs.
-Values that do not depend on the inputs (weights, biases, factors) are in the step itself, or in `Steps.constants`.
+Values that do not depend on the inputs (weights, biases, factors) are in the step itself, or in
+`LoweredProgram.constants`.
 """
 
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormStep:
     """LayerNorm over the last dimension. shape: the shape of its result after the moves of its rows."""
 
     name: str
@@ -55,7 +56,7 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearStep:
     """A product with a stored weight, plus bias, times a factor per column, plus the value that `rows` adds.
 
     product: the name of the program's product. shape: the shape of the result after the moves of its rows; (B, L, O)
@@ -80,7 +81,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Matrices:
+class MatmulStep:
     """A product of two computed operands. product: the name of the program's product."""
 
     name: str
@@ -96,7 +97,7 @@ class Matrices:
 
 
 @dataclass(frozen=True)
-class Attend:
+class AttentionStep:
     """softmax(factor * queries @ keys + bias) @ values.
 
     scores, product: the names of the program's two products. factor: one per head, without the scale of the codes.
@@ -122,7 +123,7 @@ class Attend:
 
 
 @dataclass(frozen=True)
-class Encode:
+class EncodeStep:
     """The codes of a float32 value, as bytes. lookup: maps a value to the bytes; None if the quantizer is uniform."""
 
     name: str
@@ -136,7 +137,7 @@ class Encode:
 
 
 @dataclass(frozen=True)
-class Activate:
+class ActivationStep:
     """An activation of a float32 value, one of `abi.ACTIVATIONS`."""
 
     name: str
@@ -149,7 +150,7 @@ class Activate:
 
 
 @dataclass(frozen=True)
-class Same:
+class AliasStep:
     """A value under another name. The step that computes the value has already done the work of this one."""
 
     name: str
@@ -161,7 +162,7 @@ class Same:
 
 
 @dataclass(frozen=True)
-class Torch:
+class TorchStep:
     """An operation without a kernel. A view is made once; every call computes any other result again."""
 
     name: str
@@ -172,15 +173,15 @@ class Torch:
         return tuple(self.node.refs())
 
 
-Step = Norm | Linear | Matrices | Attend | Encode | Activate | Same | Torch
+Step = NormStep | LinearStep | MatmulStep | AttentionStep | EncodeStep | ActivationStep | AliasStep | TorchStep
 
 
 @dataclass(frozen=True)
-class Steps:
+class LoweredProgram:
     """The steps of a program for inputs of one shape.
 
     steps: the steps, in order of execution. constants: the values that steps or outputs read and that no input changes,
-    by name. read_in_place: the inputs that only `Encode` steps read, so that they need no copy.
+    by name. read_in_place: the inputs that only `EncodeStep` steps read, so that they need no copy.
     """
 
     program: Program
