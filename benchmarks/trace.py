@@ -29,7 +29,7 @@ from adalog.graph.convolution import output_sizes
 from adalog.model import QuantizedModel
 from adalog.runtime.native import abi
 from adalog.runtime.native.arena import Call
-from adalog.runtime.native.products import Product
+from adalog.runtime.native.products import ByteProduct
 from adalog.study.bench import on_one_thread
 
 _LEAST = 5  # the least number of runs
@@ -69,7 +69,7 @@ SHAPES = {
 }
 
 
-def work_of(call: Call, weights: Mapping[int, Product]) -> Work:
+def work_of(call: Call, weights: Mapping[int, ByteProduct]) -> Work:
     """Return the work of a call.
 
     weights: the products with stored weights, by the address of the weight.
@@ -183,7 +183,7 @@ def trace(model: QuantizedModel, batch: int, roofs: Roofs, seconds: float = 2.0)
             times.append(plan.times(inputs))
 
     on_one_thread(run)()
-    products = (each for each in plan.functions.values() if isinstance(each, Product))
+    products = (each for each in plan.functions.values() if isinstance(each, ByteProduct))
     stored = {each.weights.pointer: each for each in products if each.weights is not None}
     rows, totals = [], dict.fromkeys(("products", "values", "traffic", "limit"), 0.0)
     for call, taken in zip(plan.calls, zip(*times, strict=True), strict=True):

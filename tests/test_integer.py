@@ -40,7 +40,7 @@ from whole_numbers import (
     written_out,
 )
 
-MAKERS = (reference.Encoder, reference.Product), (integer.Encoder, integer.product)
+MAKERS = (reference.CodeEncoder, reference.CodeProduct), (integer.DigitEncoder, integer.product)
 
 # --- tables ----------------------------------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ def test_codes_are_the_quantizers_own(kind, width, table, seed, shape, transpose
         other = None if weight is not None else (1, *x.shape[1:-2], x.shape[-1], 1)[-x.ndim :]
         model = model_of(op, quantizer, right, x.shape, other, weight)
         (site,) = reference.plan(model.program, model.example)
-        encoder = integer.Encoder(quantizer, site)
+        encoder = integer.DigitEncoder(quantizer, site)
         wanted = encoder.lift(quantizer.quantize(x))
         assert all(map(torch.equal, encoder(x), wanted))
         if encoder.pure is not None:  # what torch.compile is given

@@ -28,16 +28,16 @@ def accumulators(level, model, left, right):
     if site.weight is None:
         lifted.append(products.encoder(site.right, site).lift(right))
     product = products.product(site, abi.Context(3, level))
-    assert isinstance(product, products.Product | products.Depthwise) == products.takes(site)
+    assert isinstance(product, products.ByteProduct | products.DepthwiseProduct) == products.takes(site)
     return product.accumulate(*lifted)
 
 
 def exact(model, left, right):
     (site,) = reference.plan(model.program, model.example)
-    lifted = [reference.Encoder(site.left, site).lift(left)]
+    lifted = [reference.CodeEncoder(site.left, site).lift(left)]
     if site.weight is None:
-        lifted.append(reference.Encoder(site.right, site).lift(right))
-    return reference.Product(site).accumulate(*lifted)
+        lifted.append(reference.CodeEncoder(site.right, site).lift(right))
+    return reference.CodeProduct(site).accumulate(*lifted)
 
 
 def check_accumulators(level, model, left, right=None):

@@ -8,7 +8,7 @@ from adalog import Calibration, library
 from adalog.graph.operations import MOVES
 from adalog.graph.tracing import trace
 from adalog.runtime import compiled, native, reference
-from adalog.runtime.native.products import Encoder
+from adalog.runtime.native.products import ByteEncoder
 from adalog.runtime.native.recognise import recognise
 from adalog.runtime.native.steps import AliasStep, AttentionStep, LinearStep, MatmulStep, NormStep, TorchStep
 from adalog.runtime.native.tables import Codes, Lookup
@@ -29,7 +29,7 @@ def recognised(model, inputs):
     planned = reference.plan(model.program, model.example)
     program, made = compiled(model.program, planned, native.encoder_key, native.encoder, lambda site: site)
     sites = {site.node.name: site for site in planned if native.takes(site)}
-    quantizers = {name: each.quantizer for name, each in made.items() if isinstance(each, Encoder)}
+    quantizers = {name: each.quantizer for name, each in made.items() if isinstance(each, ByteEncoder)}
     return recognise(program, sites, quantizers, trace(model.program, [inputs]))
 
 

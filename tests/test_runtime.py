@@ -96,7 +96,7 @@ def test_large_products_of_bytes(zero_point, transposed):
         codes[..., :40] = 2**quantizer.bits - 1
         values = quantizer.dequantize(codes)
         values = values.mT.contiguous().mT if transposed and quantizer is right else values
-        pure = integer.Encoder(quantizer, site).pure
+        pure = integer.DigitEncoder(quantizer, site).pure
         sides.append(pure.function(*pure.choices, values, *pure.tensors))
     x, y = sides[0][0], sides[1][0]
     assert products.pays_as_bytes(x, y) == products.multiplies_bytes(x.device, x.dtype)

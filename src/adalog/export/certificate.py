@@ -19,7 +19,7 @@ from adalog.export.replay import EVERY_FORM, MAKERS, Form, Replay
 from adalog.graph.program import given_leaves
 from adalog.quantized import QuantizedProgram
 from adalog.runtime import Compiled
-from adalog.runtime.reference import IntegerSite, Product
+from adalog.runtime.reference import CodeProduct, IntegerSite
 
 FORMAT = 1
 SITE_IMAGES = 8  # images on which every site is compared; on further images, only the model's outputs are compared
@@ -327,7 +327,7 @@ def _site(
         off += whole[0].numel() if exact is None else _unequal(whole, exact)
     exactly = max(site.bounds) < 2**53
     ready = [[part.double() if exactly else part for part in whole] for whole in wholes]
-    sums = Product(site).sums(ready[0], ready[1] if len(ready) > 1 else None)
+    sums = CodeProduct(site).sums(ready[0], ready[1] if len(ready) > 1 else None)
     equal = all(
         _same(
             site,

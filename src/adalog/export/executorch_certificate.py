@@ -24,7 +24,7 @@ from adalog.export.noise import noise_like
 from adalog.graph.program import given_leaves
 from adalog.quantized import QuantizedProgram
 from adalog.runtime import Compiled
-from adalog.runtime.reference import IntegerSite, Product, finish
+from adalog.runtime.reference import CodeProduct, IntegerSite, finish
 
 NAME = "executorch"  # the form and the engine of these certificates
 _NOISE = 2  # the number of noise images on which an export is certified before it is written
@@ -135,7 +135,7 @@ def _site(
         differ += int((code != codes[arg.name]).sum())
         wholes += quantizer.integers(code)
     doubles = [whole.double() for whole in wholes]
-    sums = Product(site).sums(doubles[:1], doubles[1:] or None)
+    sums = CodeProduct(site).sums(doubles[:1], doubles[1:] or None)
     bias = site.node.args[2] if site.weight is not None and len(site.node.args) > 2 else None
     wanted = finish(site, sums, None if bias is None else quantized.program.tensors[bias.name], wholes[0].shape)
     got = inner["result", site.name]

@@ -36,8 +36,8 @@ class Digit:
     operand: str = ""
 
 
-class Encoder(nn.Module):
-    """Encoder of values as an `Operand`, with the integers of the codes that `Quantizer.quantize` returns.
+class OnnxEncoder(nn.Module):
+    """Encoder of values as an `OnnxOperand`, with the integers of the codes that `Quantizer.quantize` returns.
 
     Raises ArtifactError for a quantizer that cannot be exported to ONNX.
     """
@@ -55,8 +55,8 @@ class Encoder(nn.Module):
             )
         self.parts, self.each = nn.ModuleList(parts), parts
 
-    def forward(self, x: Tensor) -> "Operand":
-        return Operand(self, x)
+    def forward(self, x: Tensor) -> "OnnxOperand":
+        return OnnxOperand(self, x)
 
 
 def fits_bytes(quantizer: Quantizer) -> bool:
@@ -64,10 +64,10 @@ def fits_bytes(quantizer: Quantizer) -> bool:
     return all(most - least <= 255 or (least == 0 and most < 2**16) for least, most in quantizer.limits())
 
 
-class Operand:
+class OnnxOperand:
     """A value and its encoder; the encoded value is written when a product first asks for it."""
 
-    def __init__(self, encoder: Encoder, value: Tensor):
+    def __init__(self, encoder: OnnxEncoder, value: Tensor):
         self.encoder, self.value = encoder, value
         self._made: dict[str, list[list[Digit]]] = {}
 

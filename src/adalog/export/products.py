@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from adalog.errors import ArtifactError
-from adalog.export.operands import Digit, Operand, fits_bytes
+from adalog.export.operands import Digit, OnnxOperand, fits_bytes
 from adalog.export.operators import matmul_shape, operator
 from adalog.quantizers import UniformQuantizer
 from adalog.runtime.reference import INT32, IntegerSite
@@ -43,7 +43,7 @@ class Traced:
     scales: tuple[Tensor, ...] | None
 
 
-class Product(nn.Module):
+class OnnxProduct(nn.Module):
     """The product of a site. mixed: write matrices of bytes as quantized floats, otherwise as integers."""
 
     def __init__(self, site: IntegerSite, *, mixed: bool):
@@ -103,7 +103,7 @@ class Product(nn.Module):
 
     # --- the product ---
 
-    def forward(self, left: Operand, right: Operand | None = None, bias: Tensor | None = None) -> Tensor:
+    def forward(self, left: OnnxOperand, right: OnnxOperand | None = None, bias: Tensor | None = None) -> Tensor:
         site = self.site
         if self.bytes:
             lefts = left.bytes(signed=False)

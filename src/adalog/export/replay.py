@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from adalog.errors import ArtifactError
-from adalog.export.operands import Encoder
-from adalog.export.products import Product, Stored
+from adalog.export.operands import OnnxEncoder
+from adalog.export.products import OnnxProduct, Stored
 from adalog.export.qdq import QdqEncoder, QdqProduct
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, given_leaves
@@ -43,7 +43,7 @@ class Makers:
     """The functions that make the parts of a replayed program, and the format that messages name.
 
     encoder: makes the module that encodes an operand, from its quantizer, a site that reads it, and its name. product:
-    makes the module of a site's product, with the attributes `site`, `traced` and `stored` of `Product`.
+    makes the module of a site's product, with the attributes `site`, `traced` and `stored` of `OnnxProduct`.
     """
 
     encoder: Callable[[Quantizer, IntegerSite, str], nn.Module]
@@ -52,12 +52,12 @@ class Makers:
 
 
 def _encoder(quantizer: Quantizer, site: IntegerSite, name: str) -> nn.Module:
-    return Encoder(quantizer, name)
+    return OnnxEncoder(quantizer, name)
 
 
 MAKERS: dict[str, Makers] = {
-    "mixed": Makers(_encoder, partial(Product, mixed=True)),
-    "integer": Makers(_encoder, partial(Product, mixed=False)),
+    "mixed": Makers(_encoder, partial(OnnxProduct, mixed=True)),
+    "integer": Makers(_encoder, partial(OnnxProduct, mixed=False)),
     "qdq": Makers(QdqEncoder, QdqProduct),
 }
 

@@ -101,12 +101,12 @@ class Compiled(nn.Module):
     def _plan(self) -> None:
         planned = reference.plan(self.quantized.program, self.quantized.example)
         self.sites = {site.name: site for site in planned}
-        makers: tuple[Any, Any, Any] = reference.Encoder.key, reference.Encoder, reference.Product
+        makers: tuple[Any, Any, Any] = reference.CodeEncoder.key, reference.CodeEncoder, reference.CodeProduct
         if self._context is not None:
             self._check_native()
             makers = native.encoder_key, native.encoder, functools.partial(native.product, context=self._context)
         elif self.executor == "torch":
-            makers = integer.Encoder.key, integer.Encoder, integer.product
+            makers = integer.DigitEncoder.key, integer.DigitEncoder, integer.product
         self._apart = compiled(self.quantized.program, planned, *makers)
         self._fused = integer.fuse(*self._apart) if self.executor == "torch" else self._apart
         on_cpu = all(value.device.type == "cpu" for value in self.quantized.program.tensors.values())

@@ -206,8 +206,8 @@ def _per_group(name: str, unit: Tensor, groups: int, channels: int) -> Tensor:
 # --- the executor ----------------------------------------------------------------------------------------------------
 
 
-class Encoder:
-    """Encoder of values into the operand that `Product` takes: their codes, int64."""
+class CodeEncoder:
+    """Encoder of values into the operand that `CodeProduct` takes: their codes, int64."""
 
     def __init__(self, quantizer: Quantizer, site: IntegerSite):
         self.quantizer = quantizer
@@ -224,7 +224,7 @@ class Encoder:
         return code.to(torch.int64)
 
 
-class Product:
+class CodeProduct:
     """The product of a site's codes, computed in int64 on the CPU."""
 
     def __init__(self, site: IntegerSite):

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from adalog.graph.activations import BY_OPERATION
 from adalog.graph.operations import FACTORIES, FLOAT_PRODUCTS, PRODUCTS, resolve
 from adalog.graph.program import Node, Program, Ref, map_refs, refs_of
-from adalog.runtime.integer.encode import Encoder
+from adalog.runtime.integer.encode import DigitEncoder
 from adalog.runtime.integer.products import RowProduct
 from adalog.runtime.integer.pure import Pure
 from adalog.runtime.reference import ENCODE, PRODUCT
@@ -147,7 +147,7 @@ def _is_by_rows(nodes: list[Node], apart: Mapping[str, Any]) -> bool:
     """Return True if a region is only a linear, activation functions and an encoder, so that it can run by rows."""
     last = apart.get(nodes[-1].name)
     return (
-        isinstance(last, Encoder)
+        isinstance(last, DigitEncoder)
         and last.by_value
         and isinstance(apart.get(nodes[0].name), RowProduct)
         and all(node.op in BY_OPERATION for node in nodes[1:-1])
@@ -158,7 +158,7 @@ def _is_by_rows(nodes: list[Node], apart: Mapping[str, Any]) -> bool:
 class Rowwise:
     """A linear and the region after it. They run some rows at a time, so that the accumulators stay in the cache."""
 
-    def __init__(self, product: RowProduct, kernel: Kernel, encoder: Encoder):
+    def __init__(self, product: RowProduct, kernel: Kernel, encoder: DigitEncoder):
         self._product, self._kernel, self._encoder = product, kernel, encoder
 
     def __call__(self, left: list[Tensor], right: None, bias: Tensor | None) -> list[Tensor]:

@@ -6,8 +6,8 @@ digits signed. Products of many small matrices (attention, grouped convolutions)
 sum reaches 2**24, and otherwise in float64.
 """
 
-from adalog.runtime.integer.encode import Encoder
+from adalog.runtime.integer.encode import DigitEncoder
 from adalog.runtime.integer.fused import fuse
 from adalog.runtime.integer.products import product
 
-__all__ = ["Encoder", "fuse", "product"]
+__all__ = ["DigitEncoder", "fuse", "product"]

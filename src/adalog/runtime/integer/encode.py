@@ -18,7 +18,7 @@ _COMPARED_BITS = 4  # up to this many bits, a compiled kernel compares with thre
 _LEAST_THRESHOLD = torch.finfo(torch.float32).tiny * 2.0**17  # bins do not separate thresholds below this
 
 
-class Encoder:
+class DigitEncoder:
     """Encoder of values into the digits of the integers of their codes: one tensor per part and factor.
 
     The codes are the same as from `Quantizer.quantize`, bit for bit. For float32 values and the common quantizers, the

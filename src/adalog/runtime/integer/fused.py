@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adalog.graph.activations import BY_OPERATION
 from adalog.graph.program import Node, Program, refs_of
-from adalog.runtime.integer.encode import Encoder
+from adalog.runtime.integer.encode import DigitEncoder
 from adalog.runtime.integer.memory import CHUNK, scratch
 from adalog.runtime.integer.products import BatchedProduct, RowProduct
 from adalog.runtime.reference import ENCODE, PRODUCT
@@ -18,7 +18,7 @@ from adalog.runtime.reference import ENCODE, PRODUCT
 class LinearChain:
     """A linear, an activation function and an encoder, which run some rows at a time."""
 
-    def __init__(self, product: RowProduct, activation: Callable[[Tensor], Tensor], encoder: Encoder):
+    def __init__(self, product: RowProduct, activation: Callable[[Tensor], Tensor], encoder: DigitEncoder):
         self._product, self._activation, self._encoder = product, activation, encoder
 
     def __call__(self, left: list[Tensor], right: None, bias: Tensor | None) -> list[Tensor]:
@@ -33,7 +33,7 @@ class LinearChain:
 class Attention:
     """Q K^T, its scaling, the softmax over the last dimension, an encoder and A V, which run some images at a time."""
 
-    def __init__(self, scores: BatchedProduct, factor: float, encoder: Encoder, product: BatchedProduct):
+    def __init__(self, scores: BatchedProduct, factor: float, encoder: DigitEncoder, product: BatchedProduct):
         self._scores, self._factor, self._encoder, self._product = scores, factor, encoder, product
 
     def __call__(self, *operands: list[Tensor]) -> Tensor:

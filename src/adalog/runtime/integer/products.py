@@ -21,7 +21,7 @@ _SUMS_PLAINLY = torch.backends.mkldnn.is_available() and platform.machine().lowe
 
 
 def product(site: IntegerSite) -> "RowProduct | BatchedProduct":
-    """Return the function that multiplies the digits of a site's operands, which `Encoder` returns."""
+    """Return the function that multiplies the digits of a site's operands, which `DigitEncoder` returns."""
     return RowProduct(site) if multiplies_rows(site) else BatchedProduct(site)
 
 
@@ -158,7 +158,7 @@ class RowProduct:
         return sums, Pure(to_floats, (), (self._scales[0],))
 
     def accumulate(self, left: list[Tensor], right: None = None) -> list[Tensor]:
-        """Return the same sums as `reference.Product.accumulate`, from digits."""
+        """Return the same sums as `reference.CodeProduct.accumulate`, from digits."""
         lead = left[0].shape[:-1] if self.site.geometry is None else (len(left[0]), 1, -1)
         parts = enumerate(self._rows(left))
         return [self._sums(part, rows).to(torch.int64).reshape(*lead, self.columns) for part, rows in parts]
@@ -319,7 +319,7 @@ class BatchedProduct:
         return result.flatten(2).unsqueeze(-1)
 
     def accumulate(self, left: list[Tensor], right: list[Tensor] | None = None) -> list[Tensor]:
-        """Return the same sums as `reference.Product.accumulate`, from digits."""
+        """Return the same sums as `reference.CodeProduct.accumulate`, from digits."""
         pairs = self._products(left, right)
         return [torch.stack([sums.long() * factor for factor, sums in products]).sum(0) for products in pairs]
 

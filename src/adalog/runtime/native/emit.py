@@ -20,10 +20,10 @@ from adalog.quantizers import UniformQuantizer
 from adalog.runtime.native import abi
 from adalog.runtime.native.arena import Bytes, Layout, addresses, copy, in_memory
 from adalog.runtime.native.products import (
-    Depthwise,
-    Encoder,
+    ByteEncoder,
+    ByteProduct,
+    DepthwiseProduct,
     Planes,
-    Product,
     by_batch_and_head,
     bytes_behind,
     linear,
@@ -65,8 +65,10 @@ class Plan:
         inputs: Sequence[Tensor],
         shapes: Mapping[str, Any],
     ):
-        sites = {name: each.site for name, each in functions.items() if isinstance(each, (Product, Depthwise))}
-        quantizers = {name: each.quantizer for name, each in functions.items() if isinstance(each, Encoder)}
+        sites = {
+            name: each.site for name, each in functions.items() if isinstance(each, (ByteProduct, DepthwiseProduct))
+        }
+        quantizers = {name: each.quantizer for name, each in functions.items() if isinstance(each, ByteEncoder)}
         emitter = _Emitter(recognise(program, sites, quantizers, shapes), functions, context, inputs)
         self.program, self.functions, self.shapes = program, functions, [value.shape for value in inputs]
         self.statics, self.pointers, self.results = emitter.statics, emitter.pointers, emitter.results
@@ -208,7 +210,7 @@ class _Emitter:
         out = self._in_place(step, added) or layout.results(step.finish, step.shape, step.rows)
         output = layout.output(step.finish, [plane.view(-1, columns) for plane in out], scale, bias, step.activation)
         layout.move_rows(output, step.rows, added)
-        if isinstance(product, Depthwise):
+        if isinstance(product, DepthwiseProduct):
             image = layout.dense(source[0].permute(0, 2, 3, 1))
             layout.alive += [product.zero, product.factors]
             layout.call("depthwise", product.arguments(image, output))
@@ -371,7 +373,7 @@ class _Emitter:
             self.layout.call_torch(op, functools.partial(_call, into, args, {**kwargs, "out": static}))
         else:
             self.layout.call_torch(op, lambda: copy(static, function(*args, **kwargs)))
-        return Bytes(static) if isinstance(function, Encoder) else static
+        return Bytes(static) if isinstance(function, ByteEncoder) else static
 
 
 def _value(finish: Finish, out: list[Tensor]) -> Any:
@@ -410,7 +412,7 @@ def _patched(layout: Layout, site: IntegerSite, plane: Tensor, count: int) -> Te
     return out
 
 
-def _add_seen(layout: Layout, output: abi.Output, product: Product, shape: Sequence[int]) -> None:
+def _add_seen(layout: Layout, output: abi.Output, product: ByteProduct, shape: Sequence[int]) -> None:
     """Add the outputs of a convolution's part of ones, which are the same for all images of this shape."""
     values = product.seen(shape[1:]).to(torch.float32) * product.site.scales[1].reshape(-1)
     numbers = torch.arange(len(values), dtype=torch.int32).repeat(shape[0])

@@ -76,25 +76,25 @@ def _codes_hold_zero(quantizer: UniformQuantizer) -> bool:
 
 def encoder_key(site: IntegerSite) -> str:
     """Return the key of a site. Sites with the same key share an encoded operand."""
-    return "planes" if takes(site) else integer.Encoder.key(site)
+    return "planes" if takes(site) else integer.DigitEncoder.key(site)
 
 
 def encoder(quantizer: Quantizer, site: IntegerSite) -> Any:
     """Return the encoder of a site's operand. Without a kernel, the executor "torch" provides the encoder."""
-    return Encoder(quantizer) if takes(site) else integer.Encoder(quantizer, site)
+    return ByteEncoder(quantizer) if takes(site) else integer.DigitEncoder(quantizer, site)
 
 
 def product(site: IntegerSite, context: abi.Context) -> Any:
     """Return the product of a site. Without a kernel, the executor "torch" provides the product."""
     if not takes(site):
         return integer.product(site)
-    return Depthwise(site, context) if is_depthwise(site) else Product(site, context)
+    return DepthwiseProduct(site, context) if is_depthwise(site) else ByteProduct(site, context)
 
 
 # --- encoders and products -------------------------------------------------------------------------------------------
 
 
-class Encoder:
+class ByteEncoder:
     """Encoder of values into the bytes that their codes represent."""
 
     def __init__(self, quantizer: Quantizer):
@@ -111,7 +111,7 @@ class Encoder:
         return [((entries >> (8 * plane)) & 255).to(torch.uint8) for plane in range(self._planes)]
 
 
-class Product:
+class ByteProduct:
     """The product of one site. nbytes, columns: the bytes and the number of outputs of a stored weight, or 0."""
 
     def __init__(self, site: IntegerSite, context: abi.Context):
@@ -122,7 +122,7 @@ class Product:
 
     def seen(self, shape: Sequence[int]) -> Tensor:
         """Return the sums of a convolution's part of ones for an image of this shape, (C, H, W): (L, O), int64."""
-        (sums,) = reference.Product(self.site).sums([torch.ones(1, *shape, dtype=torch.float64)])
+        (sums,) = reference.CodeProduct(self.site).sums([torch.ones(1, *shape, dtype=torch.float64)])
         return sums[0, 0].long()
 
     def rows(self, left: Planes) -> Planes:
@@ -133,7 +133,7 @@ class Product:
         return [self.site.rows(plane, fill).reshape(-1, self.site.terms) for plane in left]
 
     def accumulate(self, left: Planes, right: Planes | None = None) -> list[Tensor]:
-        """Return the same sums as `reference.Product.accumulate`, from bytes."""
+        """Return the same sums as `reference.CodeProduct.accumulate`, from bytes."""
         site, shape = self.site, left[0].shape
         if self.weights is None:
             assert right is not None
@@ -163,8 +163,8 @@ class Product:
         return finish(self.site, self.accumulate(left, right), bias, left[0].shape)
 
 
-class Depthwise:
-    """The product of one site that convolves each channel alone. nbytes, columns: as in `Product`.
+class DepthwiseProduct:
+    """The product of one site that convolves each channel alone. nbytes, columns: as in `ByteProduct`.
 
     zero: the zero points of the left operand, (C,), uint8. factors: the weights minus their zero points, two taps of
     the kernel together, (pairs, C, 2), int16.
@@ -191,7 +191,7 @@ class Depthwise:
         )
 
     def accumulate(self, left: Planes, right: None = None) -> list[Tensor]:
-        """Return the same sums as `reference.Product.accumulate`, from bytes: (B, C, L, 1)."""
+        """Return the same sums as `reference.CodeProduct.accumulate`, from bytes: (B, C, L, 1)."""
         image = left[0].permute(0, 2, 3, 1).contiguous()
         count = math.prod(self.site.sizes(left[0].shape))
         sums = torch.empty(len(image) * count, self.columns, dtype=torch.int32)
@@ -230,7 +230,7 @@ def bytes_behind(value: Tensor) -> int:
 
 
 def linear(weights: abi.Weights, rows: Planes, out: abi.Output) -> abi.Linear:
-    """Return the arguments of a linear. rows: (T, I), from `Product.rows`."""
+    """Return the arguments of a linear. rows: (T, I), from `ByteProduct.rows`."""
     low, high = rows[0], rows[1] if len(rows) > 1 else None
     return abi.Linear(
         weights=weights.pointer,

@@ -14,7 +14,7 @@ from adalog.errors import ArtifactError
 from adalog.graph.program import Program, Ref, leaves_of
 from adalog.runtime.native import abi
 from adalog.runtime.native.emit import Plan
-from adalog.runtime.native.products import Product
+from adalog.runtime.native.products import ByteProduct
 
 FORMAT = 1
 CONSTANTS, WORK = "constants", "work"  # two regions of memory; each input is another one, named by its number
@@ -40,7 +40,7 @@ def record(plan: Plan, artifact: str, batch: int) -> tuple[dict[str, Any], Tenso
     weights: dict[int, int] = {}  # by pointer: the number of the weight
     entries: list[Any] = []
     for each in plan.functions.values():
-        if isinstance(each, Product) and each.weights is not None:
+        if isinstance(each, ByteProduct) and each.weights is not None:
             site = each.site
             assert site.weight is not None
             weights[each.weights.pointer] = len(entries)
