@@ -25,7 +25,7 @@ import typer
 
 from adalog import Calibration, Config
 from adalog._quantize import sample_images
-from adalog.calibration.calibration import Searched
+from adalog.calibration.calibration import SearchResult
 from adalog.inputs import demo
 from adalog.study.doctor import machine
 
@@ -67,7 +67,7 @@ def main(json_out: Annotated[Path, typer.Option("--json")] = RESULTS / "folds.js
     publish(result, json_out)
 
 
-def judged(held_out: Calibration, searched: Searched, config: Config) -> float:
+def judged(held_out: Calibration, searched: SearchResult, config: Config) -> float:
     return held_out.evaluate(searched, config).mean_square_error()
 
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from adalog import Calibration, Config
 from adalog.calibration import operands
-from adalog.calibration.observe import Observed
+from adalog.calibration.observe import Observations
 from adalog.inputs import demo
 from adalog.study.doctor import machine
 
@@ -175,7 +175,7 @@ def limited(whole: Calibration, rows: int) -> Calibration:
         result._requests = {
             group.name: operands.request_of(program, group, whole.sites, whole._shapes) for group in whole.groups
         }
-    result._observed = Observed(program, whole.images, result._requests.values(), WIDE // 2)
+    result._observed = Observations(program, whole.images, result._requests.values(), WIDE // 2)
     result._shared = copy.copy(whole._shared)  # it keeps the importance of the rows, which is the same
     result._shared._observed = result._observed
     result._found, result._assigned, result._seconds = {}, {}, {}

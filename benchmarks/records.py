@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adalog.finished import Finished
+from adalog.finished import FinishedParts
 from adalog.study.evaluate import mcnemar
 from adalog.version import source_hash
 
@@ -30,9 +30,9 @@ def kept(path: Path | None, key: dict[str, Any], make: Callable[[], Any]) -> Any
     return value
 
 
-def _finished(path: Path, key: dict[str, Any]) -> Finished:
+def _finished(path: Path, key: dict[str, Any]) -> FinishedParts:
     whole = {**key, "source": source_hash(), "torch": torch.__version__}
-    return Finished(path, whole, "rows")
+    return FinishedParts(path, whole, "rows")
 
 
 def read_kept(path: Path | None, key: dict[str, Any]) -> Any:

@@ -28,7 +28,7 @@ from adalog.files import write_whole
 from adalog.graph.convolution import output_sizes
 from adalog.model import QuantizedModel
 from adalog.runtime.native import abi
-from adalog.runtime.native.arena import Call
+from adalog.runtime.native.arena import PlanCall
 from adalog.runtime.native.products import ByteProduct
 from adalog.study.bench import on_one_thread
 
@@ -69,7 +69,7 @@ SHAPES = {
 }
 
 
-def work_of(call: Call, weights: Mapping[int, ByteProduct]) -> Work:
+def work_of(call: PlanCall, weights: Mapping[int, ByteProduct]) -> Work:
     """Return the work of a call.
 
     weights: the products with stored weights, by the address of the weight.

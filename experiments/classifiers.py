@@ -34,7 +34,7 @@ from adalog.inputs.zoo import LoadedModel
 from adalog.model import quickest
 from adalog.ranks import ALONE, Ranks
 from adalog.study.cost import cost
-from adalog.study.evaluate import Prepared, check_classes, in_batches, predict, score
+from adalog.study.evaluate import PreparedImages, check_classes, in_batches, predict, score
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Bench:
 
         ranks: the ranks that share the images.
         """
-        images = Prepared(self.judged, self.model.preprocessing)
+        images = PreparedImages(self.judged, self.model.preprocessing)
 
         def told(numbers: range) -> list[int]:
             return predict(network, images(numbers), device=device).argmax(dim=1).tolist()

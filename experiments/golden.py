@@ -39,7 +39,7 @@ from torch import nn
 
 from adalog import Calibration, Config
 from adalog.baselines import RangeSearch, ReleasedSearch, ScaleSearch
-from adalog.calibration.calibration import Searched
+from adalog.calibration.calibration import SearchResult
 from adalog.config import PowerLaw
 from adalog.quantizers import LogQuantizer, Quantizer, UniformQuantizer
 from adalog.study.doctor import machine
@@ -87,7 +87,7 @@ def load_folder(folder: Path) -> tuple[nn.Module, torch.Tensor, dict[str, dict[s
     return load_vit(tensors, heads=max(map(len, scales))), tensors["images"], settings
 
 
-def layer_name(searched: Searched) -> str:
+def layer_name(searched: SearchResult) -> str:
     """Return the name of a layer in the released code."""
     name, role = searched.sites[0].name, searched.sites[0].role
     return {"qk": name.removesuffix(".qk") + ".matmul1", "av": name.removesuffix(".av") + ".matmul2"}.get(role, name)
@@ -113,14 +113,14 @@ def released_config(content: dict[str, Any]) -> Config:
     return replace(config, post_gelu=POST_GELU[content["post_gelu"]], search=search_of_ours)
 
 
-def find_all(calibration: Calibration, content: dict[str, Any]) -> list[Searched]:
+def find_all(calibration: Calibration, content: dict[str, Any]) -> list[SearchResult]:
     """Search all products with the method of this file."""
     if "probe_logit_gradient" in content:
         calibration.probe(torch.tensor(content["probe_logit_gradient"]))
     return calibration.search(released_config(content))
 
 
-def compare(content: dict[str, Any], found: list[Searched]) -> dict[str, Any]:
+def compare(content: dict[str, Any], found: list[SearchResult]) -> dict[str, Any]:
     """Compare adalog's results with the results of the released code in one setting."""
     ratios, q_equal, zero_points_equal, furthest = {}, True, True, 0.0
     for searched in found:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adalog.calibration.calibration import Calibration, Searched
+from adalog.calibration.calibration import Calibration, SearchResult
 from adalog.graph.activations import GELUS, POWER_LAW_ACTIVATIONS
 from adalog.search.bounds import Search, judges, minimise
-from adalog.search.forms import Gram
+from adalog.search.forms import GramForm
 from adalog.search.objective import ProductError
 from adalog.search.operand import Operand
 from adalog.search.strategies import Loss, best_points, grid
@@ -77,7 +77,7 @@ class Landscape:
 
 
 @torch.no_grad()
-def landscapes(searched: Searched, search: Search, *, size: int = 48, jobs: int = 1) -> list[Landscape]:
+def landscapes(searched: SearchResult, search: Search, *, size: int = 48, jobs: int = 1) -> list[Landscape]:
     """Return a landscape for each quantized operand of a product; the other operand is quantized as in the result.
 
     If an operand has several sets of parameters (one per row of a weight, or per head), the set with the median power
@@ -103,7 +103,7 @@ def landscapes(searched: Searched, search: Search, *, size: int = 48, jobs: int 
         given = (values, *transposed, one.format.own_dims, mask, one.alike)
         error = ProductError.of(*given)
         # With a Gram matrix, losses on a sample are off by a constant. A search may ignore it, but a picture may not.
-        true = ProductError.of(*given, gram=False) if isinstance(error.form, Gram) else error
+        true = ProductError.of(*given, gram=False) if isinstance(error.form, GramForm) else error
         title = f"{side} operand, {one.format.bits}-bit {one.format.title}{which}"
         result.append(_landscape(title, one, error, true, search, size, jobs))
     return result

@@ -52,7 +52,7 @@ from torch import nn
 
 from adalog import Calibration, Config, Correction, Reconstruction, Search, library
 from adalog.baselines import ReleasedSearch, TwinFormat, TwinUniformQuantizer
-from adalog.calibration.calibration import Searched
+from adalog.calibration.calibration import SearchResult
 from adalog.detection import demo as detector_demo
 from adalog.inputs import demo
 from adalog.inputs.demo.model import DemoViT
@@ -598,7 +598,7 @@ def test_direct_losses_are_those_that_found_is_judged_by(kind, tile, fused, monk
     """Fused, a value within 0.1 % of a threshold of a logarithm may get the code next to its own."""
     monkeypatch.setattr(direct, "TILE_ELEMENTS", tile)
     left, right, first, second = operands(kind)
-    judged = Searched(None, Product("linear", left, right), Assignment(first, second)).mean_square_error()
+    judged = SearchResult(None, Product("linear", left, right), Assignment(first, second)).mean_square_error()
     outputs = left.values[..., 0].numel() * right.values.shape[-2]
     for operand, other, mine, theirs in ((left, right, first, second), (right, left, second, first)):
         losses = direct.Losses(operand, other.values, other.quantized(theirs), fused=fused)

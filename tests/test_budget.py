@@ -21,7 +21,7 @@ from adalog.study import budget as module
 from adalog.study import pareto as study_pareto
 from adalog.study.budget import Budget, Totals, choose, quantize_within
 from adalog.study.cost import cost
-from adalog.study.evaluate import Prepared
+from adalog.study.evaluate import PreparedImages
 from adalog.study.pareto import curve
 from adalog.study.sensitivity import Row, Sensitivity, Unit, UnitSite, sensitivity
 from commands import call, run
@@ -421,7 +421,7 @@ def test_a_curve_knows_the_images_that_it_was_judged_by():
     labels, images = torch.tensor([0, 1]), torch.zeros(2, 3, 8, 8)
     files = [ImageSet((Path(folder) / "a.png", Path(folder) / "b.png"), (0, 1)) for folder in ("one", "other")]
     given = [images, images + 1, *files]
-    told = [study_pareto._told(Prepared(each), labels) for each in (*given, *given)]
+    told = [study_pareto._told(PreparedImages(each), labels) for each in (*given, *given)]
     assert len(set(told)) == len(given)
 
 

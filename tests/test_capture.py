@@ -13,7 +13,7 @@ from adalog import CaptureError
 from adalog.graph.canonical import UNFOLDED
 from adalog.graph.capture import capture
 from adalog.graph.operations import OPERATIONS, PRODUCTS
-from adalog.graph.program import Output
+from adalog.graph.program import ModelOutput
 from toys import IMAGES, SMALL_IMAGES, TOKENS, Attention, Toy, assert_same
 
 
@@ -93,7 +93,7 @@ def test_modes_are_restored_after_a_refusal():
 def test_named_outputs_keep_their_names():
     model, program = zoo.captured("hf_vit")
     output = program.run((IMAGES,))
-    assert isinstance(output, Output)
+    assert isinstance(output, ModelOutput)
     assert list(output) == list(model(IMAGES)) == ["logits"]
     assert output.logits is output["logits"]
     with pytest.raises(AttributeError, match="loss"):

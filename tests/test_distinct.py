@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from adalog.quantizers import LogFormat, UniformFormat
-from adalog.search.distinct import Distinct, once
+from adalog.search.distinct import DistinctCandidates, once
 from adalog.search.objective import ProductError
 from adalog.search.operand import Operand
 from adalog.search.strategies import fpcs
@@ -27,7 +27,7 @@ def test_every_candidate_equals_the_one_that_stands_for_it(groups, dims):
     points = points.view(12, dims, *(1 for _ in groups)).expand(12, dims, *groups).contiguous()
     if groups:
         points[:6, :, 0] = points[:1, :, 0]  # fewer different ones than in the others
-    found = Distinct.of(points)
+    found = DistinctCandidates.of(points)
     index = found.place.unsqueeze(1).expand(-1, dims, *groups)
     assert torch.equal(found.points.gather(0, index), points)
     for group in torch.cartesian_prod(*map(torch.arange, (*groups, 1))).view(-1, len(groups) + 1)[:, :-1].tolist():
@@ -38,7 +38,7 @@ def test_every_candidate_equals_the_one_that_stands_for_it(groups, dims):
 
 @pytest.mark.parametrize("points", [normal(6, 3).double(), normal(6, 3), normal(1, 2)], ids=["double", "three", "one"])
 def test_others_are_all_scored(points):
-    found = Distinct.of(points)
+    found = DistinctCandidates.of(points)
     assert torch.equal(found.points, points)
     assert torch.equal(found.to_all(points[:, 0]), points[:, 0])
 
@@ -60,7 +60,7 @@ def test_children_of_two_parents_are_the_same_point_to_the_bit():
     low, high, counts = normal(2, 40) - 9, normal(2, 40) + 9.1, []
 
     def bowl(points: Tensor) -> Tensor:
-        counts.append(Distinct.of(points).counts.float().mean())
+        counts.append(DistinctCandidates.of(points).counts.float().mean())
         return (points - normal(2, 40)).square().sum(1)
 
     fpcs(bowl, low, high)
@@ -89,7 +89,7 @@ def test_candidates_of_one_whole_base_are_equal():
     operand = Operand(normal(8, 4).abs(), LogFormat(4, r=37))
     bases = torch.tensor([0.9, 1.0, 1.1, 4.0, 4.01])
     points = torch.stack([bases, torch.full((5,), 0.7)], 1)
-    assert Distinct.of(operand.format.settled(points)).place.tolist() == [0, 0, 0, 1, 1]
+    assert DistinctCandidates.of(operand.format.settled(points)).place.tolist() == [0, 0, 0, 1, 1]
     errors = operand.format.errors(operand.values)
     assert torch.equal(errors(operand.format.settled(points), torch.float32), errors(points, torch.float32))
     uniform = UniformFormat(4)

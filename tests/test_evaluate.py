@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from adalog import DataError, Resources
-from adalog.graph.program import Output
-from adalog.study.evaluate import Contest, Nearest, Prepared, Score, mcnemar, predict, score, tally, wilson
+from adalog.graph.program import ModelOutput
+from adalog.study.evaluate import Contest, Nearest, PreparedImages, Score, mcnemar, predict, score, tally, wilson
 
 # --- predict ---------------------------------------------------------------------------------------------------------
 
@@ -32,7 +32,7 @@ STRUCTURES = {
     "tensor": lambda logits: logits,
     "record": lambda logits: Record(None, logits),
     "dict": lambda logits: {"hidden": None, "logits": logits},
-    "output": lambda logits: Output(logits=logits, hidden=None),
+    "output": lambda logits: ModelOutput(logits=logits, hidden=None),
     "named tuple": lambda logits: Named(logits[:, :1], logits),
     "tuple": lambda logits: (logits, None),
     "list": lambda logits: [logits],
@@ -153,7 +153,7 @@ def test_networks_answer_side_by_side_or_in_turn():
     labels = torch.randint(0, 7, (90,), generator=torch.Generator().manual_seed(1))
     networks, done = (Watched(), Watched()), []
     contest = Contest(networks, (True, False))
-    tallies = contest.tallies(Prepared(images), labels, Resources(3, progress=lambda *each: done.append(each)))
+    tallies = contest.tallies(PreparedImages(images), labels, Resources(3, progress=lambda *each: done.append(each)))
     assert networks[0].most == 1
     assert (len(done), done[-1], done) == (5, (90, 90, ""), sorted(done))
     answers = predict(networks[1], images)
@@ -161,7 +161,7 @@ def test_networks_answer_side_by_side_or_in_turn():
     assert tallies[0] == replace(whole, kl=pytest.approx(whole.kl, abs=1e-9))
     assert tallies[1] == tally(answers, labels)
     with pytest.raises(DataError, match="no images"):
-        contest.tallies(Prepared(images[:0]), labels[:0])
+        contest.tallies(PreparedImages(images[:0]), labels[:0])
 
 
 # --- intervals and tests ---------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def test_certificates_notice_other_artifacts_and_changed_files(quantize, write, 
 
 def _linear(quantized):
     """Return the site of a linear."""
-    return next(site for site in executorch.Replay(quantized, executorch.MAKERS).sites if site.name == "qkv")
+    return next(site for site in executorch.ProgramModule(quantized, executorch.MAKERS).sites if site.name == "qkv")
 
 
 @present
@@ -130,14 +130,14 @@ def test_the_commands(tmp_path, monkeypatch, capsys, quantize):
 )
 def test_a_refusal_names_the_site_the_reason_and_the_method_that_works(quantize, method, choices, reason):
     with pytest.raises(ArtifactError, match=f"site .*{reason}: quantize the model with --method uniform-tensor"):
-        executorch.Replay(quantize("w8a8", method, **choices), executorch.MAKERS)
+        executorch.ProgramModule(quantize("w8a8", method, **choices), executorch.MAKERS)
 
 
 def test_the_encoders_replay_the_artifact(quantize, images):
     """The exported program itself has the artifact's codes, before ExecuTorch changes it."""
     quantized = quantize("w8a6")
     pytest.importorskip("torch.ao.quantization.fx._decomposed")
-    watched = executorch.Watched(executorch.Replay(quantized, executorch.MAKERS))
+    watched = executorch.InstrumentedModule(executorch.ProgramModule(quantized, executorch.MAKERS))
     results = watched(images[:1])
     inner = dict(zip(watched.names, results[-len(watched.names) :], strict=True))
     for name, quantizer in quantized.program.quantizers.items():

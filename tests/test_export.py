@@ -20,9 +20,9 @@ from adalog.export import onnx as written
 from adalog.export.certificate import Certificate, SiteReport, certify, changed_tensors, graph_digest, judge, read
 from adalog.export.engines import open_engine
 from adalog.export.operands import _cells
-from adalog.export.replay import MAKERS, Replay
+from adalog.export.replay import MAKERS, ProgramModule
 from adalog.graph.capture import capture
-from adalog.graph.program import Output, Ref, given_leaves
+from adalog.graph.program import ModelOutput, Ref, given_leaves
 from adalog.graph.rewrite import group_sites, rewritten
 from adalog.graph.sites import find_sites
 from adalog.inputs.zoo import DEMO_PREPROCESSING
@@ -144,7 +144,7 @@ def assert_certified(quantized, form, images, engine="onnxruntime"):
     found = certify(quantized, "digest", content, [(images,)], engine=engine, executor="reference")
     assert found.passed, found.failures
     assert found.accumulators_equal
-    assert len(found.sites) == len(Replay(quantized, MAKERS[form]).sites) > 0
+    assert len(found.sites) == len(ProgramModule(quantized, MAKERS[form]).sites) > 0
     assert sum(site.off for site in found.sites) <= sum(site.operands for site in found.sites) * 1e-4
     assert found.images == len(images)
     return content
@@ -271,7 +271,7 @@ def test_every_changed_number_is_noticed(one):
     """By the digest, and without it, for all that the artifact stores, by its name."""
     quantized, _, content = one
     model, about = read(content)
-    replay = Replay(quantized, MAKERS["integer"])
+    replay = ProgramModule(quantized, MAKERS["integer"])
     assert not changed_tensors(model, replay)
     named = 0
     for index, tensor in enumerate(model.graph.initializer):
@@ -389,7 +389,7 @@ X = Ref("x")
         ((X, (X, None, [X])), ["output_0", "output_1", "output_2"]),
         ({"out": X}, ["out"]),
         ({"out": X, "aux": X, "loss": None}, ["out", "aux"]),
-        (Output(logits=X, hidden_states=(X, X), loss=None), ["logits", "hidden_states.0", "hidden_states.1"]),
+        (ModelOutput(logits=X, hidden_states=(X, X), loss=None), ["logits", "hidden_states.0", "hidden_states.1"]),
         ({"boxes": {"left": X, "right": [X]}}, ["boxes.left", "boxes.right.0"]),
         ((X, {"aux": X}), ["output_0", "output_1.aux"]),
     ],

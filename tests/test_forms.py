@@ -7,7 +7,7 @@ import torch
 
 import adalog.search.forms
 import adalog.search.objective
-from adalog.search.forms import Exact, Gram, Leading, Rooted, Sample, gram_matrix
+from adalog.search.forms import ExactForm, GramForm, LeadingForm, RootForm, Sample, gram_matrix
 from adalog.search.objective import ProductError
 from strategies import normal
 from test_objective import STEPS, direct, operands, points_of, rounding_candidates, total
@@ -31,20 +31,20 @@ def test_a_form_has_the_loss_of_its_formula(shape, right, keep, form, monkeypatc
     points = points_of(shape, keep)
     error = rounding_candidates(left, keep)(points) - left
     expected = direct(left, right, right_hat, keep)
-    gram = Gram.of(left, right, right_hat, keep)
+    gram = GramForm.of(left, right, right_hat, keep)
     if form == "exact":
-        found = Exact.of(left, right, right_hat).losses(error, keep)
+        found = ExactForm.of(left, right, right_hat).losses(error, keep)
     elif form == "gram":
         found = gram.losses(error, keep)
     elif form == "sample":
         some = Sample.every(3, left, [dim for dim in range(left.ndim - 1) if dim not in keep])
-        exact = Exact.of(left, right, right_hat).map(some.of_rows, some.of_matrices)
+        exact = ExactForm.of(left, right, right_hat).map(some.of_rows, some.of_matrices)
         found = exact.losses(torch.stack([some.of_rows(each) for each in error]), keep)
         squares = (error @ right_hat + left @ (right_hat - right)).square()
         taken = torch.stack([some.of_rows(each) for each in squares])
         expected = taken.sum([dim for dim in range(1, taken.ndim) if dim - 1 not in keep])
     else:
-        kind = {"rooted": Rooted, "leading": Leading}[form]
+        kind = {"rooted": RootForm, "leading": LeadingForm}[form]
         found = kind.of(gram).losses(error, keep)
         found, expected = found - found[:1], expected - expected[:1]
     assert found.shape == (len(STEPS), *(shape[dim] for dim in keep))
@@ -77,8 +77,8 @@ def test_products_in_bfloat16_choose_as_well(left, right, keep, seed, monkeypatc
     points = torch.linspace(0.2, 1.2, 60).view(-1, 1, *(1 for _ in groups)).expand(-1, 1, *groups)
     exact, rough = (each.loss(rounding_candidates(left, keep), points) for each in (error, fast))
     assert rough.dtype == torch.float32
-    assert not isinstance(fast.form, Gram)
-    if isinstance(error.form, Gram):  # the root of a Gram matrix gives losses up to one constant in each group
+    assert not isinstance(fast.form, GramForm)
+    if isinstance(error.form, GramForm):  # the root of a Gram matrix gives losses up to one constant in each group
         rough = rough + error.form.constant - total(fast.form.base.square(), keep)
     torch.testing.assert_close(rough, exact, rtol=1e-2, atol=0)
     assert not torch.equal(rough, exact)
@@ -119,7 +119,7 @@ def leading_and_exact(decay):
     """The losses of a sample and of all tokens, both above those of the first candidate."""
     left, right, right_hat = weights_of_tokens(decay)
     error = ProductError.of(left, right, right_hat, (0,))
-    assert isinstance(error.form, Gram)
+    assert isinstance(error.form, GramForm)
     sample, points = error.leading(), points_of(left.shape, (0,))
     exact = direct(left, right, right_hat, (0,))
     found = sample.loss(rounding_candidates(left, (0,)), points)
@@ -129,7 +129,7 @@ def leading_and_exact(decay):
 def test_leading_directions_are_all_of_a_matrix_of_their_rank():
     sample, found, exact = leading_and_exact(0.5)  # 2**-64 is left of the last direction
     assert sample.form.factor.shape == (192, 64)
-    assert isinstance(sample.form, Leading)
+    assert isinstance(sample.form, LeadingForm)
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
 
 
@@ -144,7 +144,7 @@ def test_a_wide_matrix_has_no_more_directions_than_a_narrower_one(monkeypatch):
 def test_the_diagonal_stands_for_what_leading_directions_leave(decay):
     sample, found, exact = leading_and_exact(decay)
     assert float((found - exact).norm() / exact.norm()) < 0.1
-    without = replace(sample, form=Exact(sample.form.factor, sample.form.base)).loss(
+    without = replace(sample, form=ExactForm(sample.form.factor, sample.form.base)).loss(
         rounding_candidates(sample.left, (0,)), points_of(sample.left.shape, (0,))
     )
     assert float((without - without[:1] - exact).norm() / exact.norm()) > 1.5 * float(
@@ -228,7 +228,7 @@ def test_a_gram_matrix_is_made_of_every_pair_of_rows(shape):
 
 def rooted(error):
     """The error by a root of its Gram matrix."""
-    return replace(error, form=Rooted.of(error.form))
+    return replace(error, form=RootForm.of(error.form))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -249,7 +249,7 @@ def test_a_root_of_what_was_never_seen():
     right = normal(24, 1, seed=2).float().expand(24, 60).clone()
     right[5] = 0
     error = ProductError.of(left, right, right * 1.01, (0,))
-    assert isinstance(error.form, Gram)
+    assert isinstance(error.form, GramForm)
     points = points_of(left.shape, (0,)).float()
     exact, found = (each.loss(rounding_candidates(left, (0,)), points) for each in (error, rooted(error)))
     found = found + (exact - found).mean(0)
@@ -284,7 +284,7 @@ def test_a_large_error_along_rare_directions_costs_more_than_a_small_one(monkeyp
     left = normal(40, 27, seed=3)
     left = (left - left.mean(1, keepdim=True)).float()
     error = ProductError.of(left, right, (right * 200).round() / 200, (0,))
-    assert isinstance(error.form, Gram)
+    assert isinstance(error.form, GramForm)
     steps = torch.tensor([1e-3, 1e9]).view(2, 1, 1).expand(2, 1, len(left))  # the second leaves nothing of the weight
     fine, nothing = error.fast().loss(rounding_candidates(left, (0,)), steps)
     exact_fine, exact_nothing = error.loss(rounding_candidates(left, (0,)), steps)

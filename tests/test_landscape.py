@@ -10,7 +10,7 @@ import torch
 
 from adalog import Config, Search
 from adalog.search.bounds import minimise
-from adalog.search.forms import Gram
+from adalog.search.forms import GramForm
 from adalog.search.objective import ProductError
 from adalog.search.strategies import brute_force
 from adalog.study.drawing import rendered
@@ -109,7 +109,7 @@ def test_a_landscape_of_a_sample_is_the_loss_on_its_rows(calibration, monkeypatc
     hat = wide.product.right.quantized(wide.assignment.right)
     error = ProductError.of(wide.product.left.values, wide.product.right.values.T, hat.T)
     rows = error.sample(64).left
-    assert isinstance(error.form, Gram)
+    assert isinstance(error.form, GramForm)
     assert len(rows) < len(wide.product.left.values)
     expected = errors_of(replace(wide.product.left, values=rows), wide.product.right.values, hat, left.whole)
     assert torch.allclose(left.whole.losses.double(), expected, rtol=1e-4)

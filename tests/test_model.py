@@ -16,7 +16,7 @@ import adalog
 import zoo
 from adalog import ArtifactError, Calibration, CalibrationError, Config, QuantizedModel, Search, quantize
 from adalog.graph.operations import FAKE_QUANTIZE
-from adalog.graph.program import Output
+from adalog.graph.program import ModelOutput
 from adalog.graph.sites import find_sites
 from adalog.inputs import demo
 from adalog.quantized import QuantizedProgram
@@ -270,7 +270,7 @@ def test_a_site_that_is_not_quantized_is_told(quantized, calibration):
 @pytest.mark.slow
 def test_outputs_keep_their_structure(images):
     output = eight_bits("hf_vit")[2](images)
-    assert isinstance(output, Output)
+    assert isinstance(output, ModelOutput)
     assert output.logits.shape == (4, 10)
 
 

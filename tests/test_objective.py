@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import adalog.search.objective
 from adalog.quantizers import log_levels, log_thresholds, uniform_fake_quantize
 from adalog.quantizers.quantiles import coprime, quantiles, thinned
-from adalog.search.forms import Gram
+from adalog.search.forms import GramForm
 from adalog.search.objective import OwnError, ProductError
 from strategies import R, log_fake_quantize, normal
 
@@ -84,7 +84,8 @@ def test_product_error(left, right, keep):
 
 def test_both_branches_are_tested():
     branches = {
-        isinstance(ProductError.of(*operands(left, right), keep).form, Gram) for left, right, keep in PRODUCTS.values()
+        isinstance(ProductError.of(*operands(left, right), keep).form, GramForm)
+        for left, right, keep in PRODUCTS.values()
     }
     assert branches == {False, True}
 
@@ -152,7 +153,7 @@ def test_a_sample_scores_some_rows_of_every_image(shape, right, keep, images, ma
     loss = sample.loss(rounding_candidates(sample.left, keep), points_of(shape, keep))
     each = row_errors(left, right, right_hat, keep, mask).flatten(1)
     expected = by_group(each[:, index.flatten()], index.flatten(), shape, keep)
-    if isinstance(error.form, Gram):
+    if isinstance(error.form, GramForm):
         loss, expected = loss - loss[:1], expected - expected[:1]
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from adalog import Calibration, CalibrationError, Config, DataError, Resources, Search
-from adalog.calibration.observe import Observed, Request
+from adalog.calibration.observe import Observations, Request
 from adalog.graph.capture import capture
 from adalog.graph.program import Program
 from adalog.graph.sites import find_sites
@@ -50,7 +50,7 @@ def size_of(program, images):
 
 
 def observed(program, images, memory):
-    return Observed(program, images, needs_of(program), memory)
+    return Observations(program, images, needs_of(program), memory)
 
 
 class Held(TorchDispatchMode):
@@ -355,7 +355,7 @@ def test_few_rows_of_many_find_as_good_quantizers():
 def test_a_request_for_fewer_rows_takes_them_whatever_the_memory():
     program = MODELS["demo"]()
     needs = [replace(need, stride=2) for need in needs_of(program)]
-    seen, expected = Observed(program, [IMAGES], needs, 1 << 30), at_once(program, [IMAGES])
+    seen, expected = Observations(program, [IMAGES], needs, 1 << 30), at_once(program, [IMAGES])
     strides = [seen.stride(need.names) for need in needs]
     for need, stride in zip(needs, strides, strict=True):
         for name, kept in seen.seen(need.names).items():

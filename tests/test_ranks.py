@@ -27,8 +27,8 @@ from adalog.choices import Correction, Reconstruction
 from adalog.cli import main
 from adalog.errors import RankError
 from adalog.quantizers import Assignment
-from adalog.ranks import _PIECE, Coded, Memory, Ranks
-from adalog.study.evaluate import Contest, Prepared
+from adalog.ranks import _PIECE, Codec, LocalStore, Ranks
+from adalog.study.evaluate import Contest, PreparedImages
 from adalog.study.sensitivity import sensitivity
 from commands import call, forked, run
 from stored import serialise
@@ -36,7 +36,7 @@ from stored import serialise
 
 def together(work, world=2, store=None):
     """What `work` gives for each rank of a job, whose ranks are threads."""
-    store = store or Memory()
+    store = store or LocalStore()
     with ThreadPoolExecutor(world) as pool:
         jobs = [pool.submit(work, Ranks(store, rank, world)) for rank in range(world)]
         return [job.result() for job in jobs]
@@ -73,7 +73,7 @@ def test_each_job_is_done_once_and_all_get_its_result(world, threads):
     assert sorted(itertools.chain(*owners)) == sorted(names)
 
 
-@pytest.mark.parametrize("store", [Memory, HashStore])
+@pytest.mark.parametrize("store", [LocalStore, HashStore])
 def test_jobs_are_claimed_in_their_order_as_ranks_are_free(store):
     """One rank is busy with the first job, so the other one does all the rest."""
     other_has_all, claimed = threading.Event(), []
@@ -104,14 +104,14 @@ def test_what_any_rank_knows_is_done_by_none():
 
 def test_large_results_and_none_travel_whole():
     content = random.Random(0).randbytes(2 * _PIECE + 5)
-    coded = Coded(lambda value: value, lambda name, value: value)
+    coded = Codec(lambda value: value, lambda name, value: value)
     payloads = {"large": content, "none": b"", "a piece": content[:_PIECE]}
     assert together(lambda ranks: ranks.by_first(lambda: content, coded)) == [content] * 2
     assert together(lambda ranks: ranks.shared(list(payloads), payloads.get, coded=coded)) == [payloads] * 2
 
 
 def test_results_leave_the_store_once_all_have_read_them():
-    store = Memory()
+    store = LocalStore()
     together(lambda ranks: ranks.shared(["a", "b"], lambda name: "x" * 1000), store=store)
     assert sum(map(len, store._values.values())) < 200
     ranks = Ranks()
@@ -327,7 +327,7 @@ def test_sensitivity_and_answers_are_the_same(tmp_path, tiniest, images):
     def work(ranks):
         resources = Resources(ranks=ranks, partial=tmp_path / f"of{ranks.world}")
         rows = sensitivity(calibrations[ranks.rank], config, [judged[:8]], (4, 8), resources)
-        return rows, Contest([other, tiniest], [False, False]).tallies(Prepared(judged), labels, resources)
+        return rows, Contest([other, tiniest], [False, False]).tallies(PreparedImages(judged), labels, resources)
 
     alone = work(Ranks())
     assert together(work, 2) == [alone] * 2

@@ -13,7 +13,7 @@ from torch import nn
 import adalog.run
 from adalog import ArtifactError, Calibration, ProgramError, QuantizedModel, library
 from adalog.export import to_pack
-from adalog.graph.program import Output, Ref
+from adalog.graph.program import ModelOutput, Ref
 from commands import run_alone
 from stored import first, rebuilt, setting
 from test_native import Inverted, Masked
@@ -60,7 +60,7 @@ def test_numpy_is_enough(file, quantized, images, tmp_path):
 def test_outputs_keep_their_structure(quantized, images, tmp_path):
     program = quantized.program
     norm = next(node.name for node in program.nodes if node.op == "aten.layer_norm.default")
-    given = Output(logits=program.output, more=[(Ref(norm),), {"again": program.output}])
+    given = ModelOutput(logits=program.output, more=[(Ref(norm),), {"again": program.output}])
     model = QuantizedModel(replaced(quantized.quantized, program=replaced(program, output=given)))
     run = adalog.run.load(packed(model, tmp_path))
     assert [each["name"] for each in run.describe()["outputs"]] == ["logits", "more.0.0", "more.1.again"]

@@ -135,9 +135,11 @@ def test_an_interrupted_run_goes_on(calibration, fast, found, tmp_path, monkeypa
     assert 0 < finished < len(found.rows) / 2
     place.write_text(place.read_text() + '{"name": "cut o')
     judged = []
-    losses = module._Judge.losses
+    losses = module._ChangeEvaluator.losses
     monkeypatch.setattr(
-        module._Judge, "losses", lambda self, changed, *rest: judged.extend(changed) or losses(self, changed, *rest)
+        module._ChangeEvaluator,
+        "losses",
+        lambda self, changed, *rest: judged.extend(changed) or losses(self, changed, *rest),
     )
     assert sensitivity(calibration, fast, [JUDGED], (3, 8), Resources(partial=place)) == found
     assert len(judged) == len(found.rows) - finished

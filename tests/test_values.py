@@ -11,7 +11,7 @@ from torch import nn
 import zoo
 from adalog import Calibration, Config
 from adalog.baselines import BlockRefinement, Evolution, ScaleSearch, blockwise, evolution
-from adalog.calibration.observe import Observed
+from adalog.calibration.observe import Observations
 from adalog.calibration.values import Values, held_bytes
 from adalog.graph.capture import capture
 from adalog.graph.operations import FAKE_QUANTIZE
@@ -108,7 +108,7 @@ def test_values_at_three_limits_of_memory(of_starts, of_operands):
         close(values.of([block.value_in])[block.value_in], expected[block.value_in])
     requests = needs_of(program)
     memory = int(size_of(program, [images]) * of_operands)
-    observed = Observed(program, [images], requests, memory)
+    observed = Observations(program, [images], requests, memory)
     with Held(images, *program.tensors.values()) as held:
         strides = [observed.stride(request.names) for request in requests if observed.seen(request.names)]
     assert held.peak <= memory or of_operands > 1

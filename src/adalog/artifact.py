@@ -22,7 +22,7 @@ from adalog.config import Config
 from adalog.errors import ArtifactError, one_line
 from adalog.files import write_whole
 from adalog.graph.operations import FAKE_QUANTIZE, OPERATIONS, PLACEMENT
-from adalog.graph.program import Arg, Node, Output, Program, Ref, refs_of
+from adalog.graph.program import Arg, ModelOutput, Node, Program, Ref, refs_of
 from adalog.ledger import LedgerRow, ledger_json
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import MAX_BITS, MIN_BITS, QuantizedTensor, Quantizer, UniformQuantizer
@@ -159,7 +159,7 @@ def _encode(arg: Arg) -> Any:
         return {"dtype": str(arg).removeprefix("torch.")}
     if isinstance(arg, float) and not math.isfinite(arg):
         return {"float": str(arg)}
-    if isinstance(arg, Output):
+    if isinstance(arg, ModelOutput):
         return {"output": [[key, _encode(item)] for key, item in arg.items()]}
     if isinstance(arg, dict):
         return {"dict": [[key, _encode(item)] for key, item in arg.items()]}
@@ -425,7 +425,7 @@ def _decode_arg(value: Any) -> Arg:
     pairs = {key: _decode_arg(item) for key, item in content}
     good = len(pairs) == len(content) and all(isinstance(key, str) for key in pairs)
     check(good, f"the keys of a {kind} are not distinct texts")
-    return Output(pairs) if kind == "output" else pairs
+    return ModelOutput(pairs) if kind == "output" else pairs
 
 
 def inspect(content: bytes, name: str = "the artifact") -> dict[str, Any]:

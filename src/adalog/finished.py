@@ -11,7 +11,7 @@ from adalog.errors import ArtifactError, DataError
 from adalog.files import check_writable, write_error
 
 
-class Finished:
+class FinishedParts:
     """The finished parts of a run in files: named JSON objects, one per line, which are only ever appended.
 
     A line with a fingerprint, which is a digest or JSON, says on what the parts after it depend. `found` has the parts
@@ -32,7 +32,7 @@ class Finished:
         for other in _files_of_ranks(path):
             self._read(other)
 
-    def alone(self) -> "Finished":
+    def alone(self) -> "FinishedParts":
         """Return the same object. Raises DataError if a file also has parts with another fingerprint."""
         if self._mixed is not None:
             raise DataError(

@@ -14,7 +14,7 @@ from adalog import artifact, hub, library
 from adalog.config import Config
 from adalog.errors import ArtifactError
 from adalog.graph.program import Program
-from adalog.graph.submodule import Call
+from adalog.graph.submodule import ModuleCall
 from adalog.ledger import LedgerRow, ledger_json
 from adalog.quantized import QuantizedProgram
 from adalog.runtime import Compiled, Executor
@@ -49,7 +49,7 @@ class QuantizedModel(nn.Module):
         (40, [])
     """
 
-    call: Call | None = None
+    call: ModuleCall | None = None
 
     def __init__(self, quantized: QuantizedProgram):
         super().__init__()

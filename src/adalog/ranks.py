@@ -31,17 +31,17 @@ _LAST_WORDS = 10.0  # seconds for which a failing rank waits for the rank that f
 
 
 @dataclass(frozen=True)
-class Coded(Generic[T]):
+class Codec(Generic[T]):
     """The encoding of a result: `write` converts it to bytes, and `read` restores it from its name and the bytes."""
 
     write: Callable[[T], bytes]
     read: Callable[[str, bytes], T]
 
 
-JSON: Coded[Any] = Coded(lambda value: json.dumps(value).encode(), lambda _, content: json.loads(content))
+JSON: Codec[Any] = Codec(lambda value: json.dumps(value).encode(), lambda _, content: json.loads(content))
 
 
-class Memory:
+class LocalStore:
     """The store of a job with one process, with the methods of `torch.distributed.Store` that this module uses."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Ranks:
 
     def __init__(
         self,
-        store: "Store | Memory | None" = None,
+        store: "Store | LocalStore | None" = None,
         rank: int = 0,
         world: int = 1,
         *,
@@ -98,7 +98,7 @@ class Ranks:
         restarts: int = 0,
     ):
         self.rank, self.world, self.local, self.neighbours, self.restarts = rank, world, local, neighbours, restarts
-        self._store: Any = store or Memory()
+        self._store: Any = store or LocalStore()
         self._calls = itertools.count()
         self._group: Any = None  # created by the first sum
 
@@ -140,7 +140,7 @@ class Ranks:
         names: Sequence[str],
         make: Callable[[str], T],
         *,
-        coded: Coded[T] = JSON,
+        coded: Codec[T] = JSON,
         threads: int = 1,
         known: Mapping[str, T] | None = None,
         finished: Callable[[str, T, bool], None] | None = None,
@@ -176,7 +176,7 @@ class Ranks:
         self,
         waiting: Sequence[str],
         make: Callable[[str], T],
-        coded: Coded[T],
+        coded: Codec[T],
         threads: int,
         take: Callable[[str, T, bool], None],
     ) -> None:
@@ -213,7 +213,7 @@ class Ranks:
         with _reached():
             board.close()  # after the last claim
 
-    def agreed(self, names: Sequence[str], known: Mapping[str, T], coded: Coded[T] = JSON) -> dict[str, T]:
+    def agreed(self, names: Sequence[str], known: Mapping[str, T], coded: Codec[T] = JSON) -> dict[str, T]:
         """Return on every rank the named results that any rank knows, in the order of the names."""
         if self.world == 1:
             return {name: known[name] for name in names if name in known}
@@ -223,7 +223,7 @@ class Ranks:
             board.close()
         return found
 
-    def by_first(self, make: Callable[[], T], coded: Coded[T] = JSON) -> T:
+    def by_first(self, make: Callable[[], T], coded: Codec[T] = JSON) -> T:
         """Call `make` on rank 0, and return its result on all ranks."""
         board = self._board()
         with _reached():
@@ -347,7 +347,7 @@ class _Board:
         self._seen = 0  # number of results in the store that this rank has read
         self._own: set[str] = set()
 
-    def agreed(self, names: Sequence[str], known: Mapping[str, T], coded: Coded[T]) -> dict[str, T]:
+    def agreed(self, names: Sequence[str], known: Mapping[str, T], coded: Codec[T]) -> dict[str, T]:
         """Return the results that any rank knows before jobs are claimed; the same on every rank."""
         mine = [name for name in names if name in known]
         self._put(f"rank{self._rank}", json.dumps([list(names), mine]).encode())
@@ -367,7 +367,7 @@ class _Board:
         """Return the number of the next job: each number once, over all ranks."""
         return int(self._store.add(f"{self.key}/claimed", 1)) - 1
 
-    def tell(self, name: str, result: T, coded: Coded[T]) -> None:
+    def tell(self, name: str, result: T, coded: Codec[T]) -> None:
         """Send the result of a job that was done here to all ranks."""
         if self._world > 1:
             self._own.add(name)

@@ -125,7 +125,7 @@ def _error(operand: Operand, other: Operand, quantizer: Quantizer | None) -> Pro
 
 
 @dataclass(frozen=True)
-class _Scores:
+class _LossPair:
     """The losses of candidates, as functions from points (K, P, *groups) to losses (K, *groups).
 
     rough: a faster approximation, which may use a sample of the tokens; None if there is none.
@@ -139,15 +139,15 @@ class _Scores:
     @staticmethod
     def of(
         error: ProductError, errors: Callable[[Tensor], Errors], rough: Callable[[Tensor], Errors] | None = None
-    ) -> "_Scores":
+    ) -> "_LossPair":
         """Return the losses of a product; the rough one is in bfloat16.
 
         errors: a function from values to the errors that quantization adds to them at any points.
         rough: a faster approximation of `errors`.
         """
         if error.left.numel() < _MANY:
-            return _Scores(error.loss_by(errors))
-        return _Scores(error.loss_by(errors), error.sample(_ROWS).fast().loss_by(rough or errors))
+            return _LossPair(error.loss_by(errors))
+        return _LossPair(error.loss_by(errors), error.sample(_ROWS).fast().loss_by(rough or errors))
 
     def survivors(self, points: Tensor, count: int) -> Tensor:
         """Return the `count` points with the least loss in each group, by the fastest loss."""
@@ -174,7 +174,7 @@ def _gathered(points: Tensor, order: Tensor) -> Tensor:
     return points.gather(0, order.unsqueeze(1).expand(-1, *points.shape[1:]))
 
 
-def _refined(scores: _Scores, points: Tensor, spacing: Tensor, steps: int, *, parents: int, least: float) -> Tensor:
+def _refined(scores: _LossPair, points: Tensor, spacing: Tensor, steps: int, *, parents: int, least: float) -> Tensor:
     """Return the best point of the released FPCS, which refines only the scale.
 
     points: (K, P, *groups); the scale is the first hyperparameter.
@@ -222,7 +222,7 @@ class _UniformSpace:
             scales[1] - scales[0]
         )
 
-    def _found(self, scores: _Scores) -> UniformQuantizer:
+    def _found(self, scores: _LossPair) -> UniformQuantizer:
         grid, spacing = self._grid
         steps = self.search_choices.steps - 1 if self.search_choices.progressive else 0
         return self._quantizer(_refined(scores, grid, spacing, steps, parents=16, least=self.least))
@@ -244,7 +244,7 @@ class _UniformSpace:
             return torch.cat([error.sum(summed) if summed else error for error in errors])
 
         if values.numel() < _MANY:
-            return self._found(_Scores(exact))
+            return self._found(_LossPair(exact))
         rows, bits = self.operand.groups().contiguous(), self.operand.format.bits  # sums along rows are fast
         zeros = torch.zeros_like(rows)
 
@@ -253,7 +253,7 @@ class _UniformSpace:
             errors = (uniform_errors(rows, some[:, 0], some[:, 1], bits, (0,), torch.float32) for some in chunks)
             return torch.cat([sums(error, zeros, None, (0,)) for error in errors]).view(len(points), *points.shape[2:])
 
-        return self._found(_Scores(exact, rough, 2 * _FINALISTS))
+        return self._found(_LossPair(exact, rough, 2 * _FINALISTS))
 
     def search(self, error: ProductError, current: Quantizer | None = None) -> UniformQuantizer:
         """Return the best quantizer by the product's error. current: not used."""
@@ -264,7 +264,7 @@ class _UniformSpace:
                 values, points[:, 0], points[:, 1], form.bits, form.own_dims, dtype
             )
 
-        return self._found(_Scores.of(error, errors))
+        return self._found(_LossPair.of(error, errors))
 
     def _hat(self, values: Tensor, points: Tensor) -> Tensor:
         scale, zero_point = (self.operand.shaped(each) for each in points.unbind(1))
@@ -332,7 +332,7 @@ class _LogSpace:
             by_table = self._searched.errors(values)
             return lambda points, dtype: by_table(torch.stack([points[:, 1].log2(), points[:, 0]], dim=1), dtype)
 
-        scores = _Scores.of(error, errors, rough)
+        scores = _LossPair.of(error, errors, rough)
         q = torch.arange(self.form.q_min, self.form.q_max + 1).to(error.left)
         points = torch.stack([current.scale.expand(len(q)), q], dim=1)
         if self.scale_is_one:
@@ -370,7 +370,7 @@ class _TwinSpace:
         def candidates(some: Tensor) -> Tensor:
             return torch.stack([self._quantizer(scale).fake_quantize(error.left) for scale in some[:, 0]])
 
-        scores = _Scores(partial(error.loss, candidates))
+        scores = _LossPair(partial(error.loss, candidates))
         return self._quantizer(scores.best(points)[0])
 
 

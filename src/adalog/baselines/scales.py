@@ -103,18 +103,18 @@ class ScaleSearch(AnySearch):
 
     def search_product(self, product: Product) -> Assignment:
         left, right, left_first = product.left, product.right, product.of_activations
-        firsts, seconds = _Scaled(left, self, None), _Scaled(right, self, product.row_splits)
+        firsts, seconds = _ScaledQuantizers(left, self, None), _ScaledQuantizers(right, self, product.row_splits)
         first, second = firsts.start(), seconds.start()
         products = [(left, right, product.weights), *_sampled(product, self.rough_stride)]
         for turn, on_left in enumerate((left_first, not left_first) * self.rounds):
             before = first if on_left else second
             if on_left and firsts.is_searched:
                 other = seconds.quantizer(None if self.released and product.role == "av" else second)
-                whole, *sample = (_OutputError.of(x, w, other, h, self) for x, w, h in products)
+                whole, *sample = (_OperandError.of(x, w, other, h, self) for x, w, h in products)
                 first = firsts.search(whole, *(each.fast() for each in sample))
             elif not on_left and seconds.is_searched:
                 other = firsts.quantizer(first)
-                whole, *sample = (_OutputError.of(w, x, other, _turned(h), self) for x, w, h in products)
+                whole, *sample = (_OperandError.of(w, x, other, _turned(h), self) for x, w, h in products)
                 second = seconds.search(whole, *(each.fast() for each in sample))
             if turn and torch.equal(before, first if on_left else second):
                 break  # the other operand was searched with this result, so later turns would change nothing
@@ -143,7 +143,7 @@ def _turned(weights: Tensor | None) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class _OutputError:
+class _OperandError:
     """The error of a product's output as a function of one operand's candidates, in the error form (see `objective`).
 
     factor: the other operand, quantized and transposed.
@@ -161,12 +161,12 @@ class _OutputError:
     @staticmethod
     def of(
         operand: Operand, other: Operand, quantizer: Quantizer | None, weights: Tensor | None, search: ScaleSearch
-    ) -> "_OutputError":
+    ) -> "_OperandError":
         exact, factor = (value.transpose(-1, -2) for value in (other.values, other.quantized(quantizer)))
         output = operand.values @ exact if search.metric == "cosine" else None
-        return _OutputError(operand, factor, error_base(operand.values, exact, factor), output, weights)
+        return _OperandError(operand, factor, error_base(operand.values, exact, factor), output, weights)
 
-    def fast(self) -> "_OutputError":
+    def fast(self) -> "_OperandError":
         """Return the same error with products in bfloat16, if the device supports them and they take less time.
 
         A cosine stays as it is, because its ties between equal codes must differ by no more than float32 rounding
@@ -183,7 +183,7 @@ class _OutputError:
         chunk = max(1, _SLICE // max(self.operand.values.numel(), self.base.numel()))
         return torch.cat([self._score(errors(some, self.factor.dtype)) for some in points.split(chunk)])
 
-    def splits(self) -> "list[_OutputError]":
+    def splits(self) -> "list[_OperandError]":
         """Return the errors of slices of the product, which add up to this one.
 
         The slices are of the first dimension that is summed over, or of the columns if every row has its own loss. They
@@ -201,7 +201,7 @@ class _OutputError:
         operands = split(values, by_row), split(self.operand.mask, by_row)
         others = split(self.factor, not shared), split(self.base), split(self.output), split(self.weights)
         return [
-            _OutputError(replace(self.operand, values=some, mask=mask), *rest)
+            _OperandError(replace(self.operand, values=some, mask=mask), *rest)
             for some, mask, *rest in zip(*operands, *others, strict=False)
         ]
 
@@ -228,7 +228,7 @@ class _OutputError:
 
 
 @dataclass(frozen=True)
-class _Scaled:
+class _ScaledQuantizers:
     """The quantizers of an operand whose scales are multiples of its first scale s0; a point is the scales (*groups).
 
     row_splits: a number per group; groups with the same number share a scale. None: each group has its own scale.
@@ -270,7 +270,7 @@ class _Scaled:
             merged[..., rows] = function(values[..., rows], dim=-1, keepdim=True)
         return merged
 
-    def search(self, error: _OutputError, rough: _OutputError | None = None) -> Tensor:
+    def search(self, error: _OperandError, rough: _OperandError | None = None) -> Tensor:
         """Return the candidate that `_ranked` puts first in each group.
 
         rough: the error of a sample, which selects the candidates that the whole error then scores.
@@ -287,7 +287,7 @@ class _Scaled:
             points = points.gather(0, self._ranked(rough, points)[:_FINALISTS].sort(dim=0).values)
         return points.gather(0, self._ranked(error, points)[:1])[0]
 
-    def _ranked(self, error: _OutputError, points: Tensor) -> Tensor:
+    def _ranked(self, error: _OperandError, points: Tensor) -> Tensor:
         """Return the indices of points (K, *groups), from the least loss to the largest: (K, *groups).
 
         Groups that share a scale use the sum of their losses. Equal points stay in their order.

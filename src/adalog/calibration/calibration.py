@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from adalog.calibration.judge import output_errors
-from adalog.calibration.observe import Observed
+from adalog.calibration.observe import Observations
 from adalog.calibration.operands import (
     check_pinned,
     check_squares,
@@ -32,7 +32,7 @@ from adalog.calibration.operands import (
 from adalog.calibration.outliers import even_out_values
 from adalog.calibration.partial import Partial, assignment_json, fingerprint
 from adalog.calibration.schedule import SERIAL, Resources, run_searches, units_of_work
-from adalog.calibration.shared import Shared
+from adalog.calibration.shared import ProductFields
 from adalog.calibration.stages import check_images, staged
 from adalog.calibration.values import Values
 from adalog.choices import Correction
@@ -59,7 +59,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Searched:
+class SearchResult:
     """The result of the search of one product.
 
     Args:
@@ -173,10 +173,10 @@ class Calibration:
         self._one_by_one = not waits_for_launches(self.images[0].device)
         self._shapes = trace(self.program, self.images)
         self._requests = {each.name: request_of(self.program, each, self.sites, self._shapes) for each in self.groups}
-        self._observed = Observed(self.program, self.images, self._requests.values(), memory // 2)
+        self._observed = Observations(self.program, self.images, self._requests.values(), memory // 2)
         head = frozenset(self._blocks[-1].nodes)
         self._unfolded = functools.partial(why_unfolded, sites=self.sites, shapes=self._shapes, head=head)
-        self._shared = Shared(
+        self._shared = ProductFields(
             self.program, self.images, self.groups, self._blocks, self._observed, seed, self._unfolded, memory // 2
         )
         self._found: dict[Any, Any] = {}  # folds and assignments, by everything that they depend on
@@ -327,7 +327,7 @@ class Calibration:
         floats = Values(self.program, self.images, self._memory // 2, self._blocks)
         return output_errors(self.program, floats, [program])[0]
 
-    def search(self, config: Config, sites: Collection[str] | None = None) -> list[Searched]:
+    def search(self, config: Config, sites: Collection[str] | None = None) -> list[SearchResult]:
         """Search products and return their assignments together with their operands, even if these exceed the memory.
 
         Args:
@@ -343,7 +343,7 @@ class Calibration:
         found = {each.group.name: each for each in self.iter_search(config, sites)}
         return [found[group.name] for group in self.groups if group.name in found]
 
-    def iter_search(self, config: Config, sites: Collection[str] | None = None) -> Iterator[Searched]:
+    def iter_search(self, config: Config, sites: Collection[str] | None = None) -> Iterator[SearchResult]:
         """Search products one after the other, and yield each result: `search` within the memory.
 
         Args:
@@ -364,7 +364,7 @@ class Calibration:
                 yield self._search(group, config)
 
     @_alone
-    def evaluate(self, searched: Searched, config: Config) -> Searched:
+    def evaluate(self, searched: SearchResult, config: Config) -> SearchResult:
         """Evaluate another calibration's assignment on the images of this one.
 
         Args:
@@ -403,19 +403,19 @@ class Calibration:
 
     # --- one group ---
 
-    def _search(self, group: SiteGroup, whole: Config) -> Searched:
+    def _search(self, group: SiteGroup, whole: Config) -> SearchResult:
         return self._search_together([group], whole)[0]
 
     @_alone
     def _search_together(
         self, groups: Sequence[SiteGroup], whole: Config, start: Assignment | None = None
-    ) -> list[Searched]:
+    ) -> list[SearchResult]:
         """Search the products of groups that are alike (`_stacks`), or return cached results.
 
         Of several formats, keep the best SQNR. start: only for a single group.
         """
         begun, seconds = time.thread_time(), [0.0] * len(groups)
-        tried: list[list[Searched]] = [[] for _ in groups]
+        tried: list[list[SearchResult]] = [[] for _ in groups]
         config, order = choices_of(groups[0], whole), self._shared.order(whole)
         folds = self._folds(groups, whole)
         if start is not None and isinstance(config.search, Search) and _fits(start, config):
@@ -450,7 +450,7 @@ class Calibration:
                 cache |= {tabled[index]: assignment for index, assignment in zip(missing, results, strict=True)}
             begun, spent = time.thread_time(), time.thread_time() - begun
             for index, key in tabled.items():
-                tried[index].append(Searched(groups[index], products[index], cache[key]))
+                tried[index].append(SearchResult(groups[index], products[index], cache[key]))
                 # A cached assignment takes no time.
                 self._seconds[key] = max(spent / len(members), self._seconds.get(key, 0.0))
                 seconds[index] += self._seconds[key]
@@ -591,7 +591,7 @@ def _in_format(product: Product, activation: Format, config: Config) -> Product:
     return replace(product, left=in_format(product.left, activation, config))
 
 
-def _maybe_uniform(products: Sequence[Product], tried: Sequence[Searched], config: Config) -> list[int]:
+def _maybe_uniform(products: Sequence[Product], tried: Sequence[SearchResult], config: Config) -> list[int]:
     """Return the numbers of the products whose left values a uniform quantizer fits better than the one found."""
     found = {index: each.assignment.left for index, each in enumerate(tried) if each.assignment.left is not None}
     if not found:

@@ -207,7 +207,7 @@ def _can_be_corrected(program: Program, group: SiteGroup, assignment: Assignment
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _GroupMoments:
     """The moments of a group's rows about an origin, for the fitted and for the held-out images.
 
     origin: (G, K) and (G, O).
@@ -236,7 +236,7 @@ def _seen(
     program: Program,
     weights: Mapping[str, Tensor],
     stream: tuple[str, str] | None = None,
-) -> _Seen:
+) -> _GroupMoments:
     """Collect the moments of a group's inputs in the quantized network and of its targets.
 
     The moments cover all images, or the first batches that have enough rows. Every fourth image is held out, unless
@@ -281,7 +281,7 @@ def _seen(
     fit, rest = sums  # the first image is never held out
     assert origin is not None
     assert fit is not None
-    return _Seen(fit, rest, (origin[0].double(), origin[1].double()))
+    return _GroupMoments(fit, rest, (origin[0].double(), origin[1].double()))
 
 
 def _held_out(group: SiteGroup, inputs: Tensor, axis: tuple[int, int] | None, first: int, rows: int) -> Tensor:
@@ -359,7 +359,7 @@ def _kernel(group: SiteGroup, program: Program) -> tuple[int, ...]:
 
 
 def _refitted(
-    program: Program, group: SiteGroup, assignment: Assignment, seen: _Seen, choices: Correction
+    program: Program, group: SiteGroup, assignment: Assignment, seen: _GroupMoments, choices: Correction
 ) -> Assignment:
     """Return the group's assignment with codes, scales and bias fitted to the observed moments.
 

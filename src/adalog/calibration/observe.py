@@ -52,7 +52,7 @@ class _Stage:
     cut: int | None = None
 
 
-class Observed:
+class Observations:
     """The values of a program on images, by name, with about `memory` bytes held at a time.
 
     If the values of all requests fit in memory, one forward of all images computes them, and they are kept. Otherwise

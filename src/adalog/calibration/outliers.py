@@ -24,7 +24,7 @@ _BITS = 4
 
 
 @dataclass(frozen=True)
-class _Values:
+class _AttentionValues:
     """The values V of one attention, between the linear that computes them and the linear that reads A V.
 
     channels: (..., D), the output channel of `maker` in each column of A V; the leading dimensions broadcast to those
@@ -80,7 +80,7 @@ def even_out_values(program: Program, sites: Sequence[Site], images: Sequence[Te
     return replace(program, tensors=tensors) if better else program
 
 
-def find_values(program: Program, sites: Sequence[Site], example: Sequence[Tensor]) -> list[_Values]:
+def find_values(program: Program, sites: Sequence[Site], example: Sequence[Tensor]) -> list[_AttentionValues]:
     """Find the attentions whose V comes from a stored linear and whose A V goes to another, through views alone.
 
     Nothing else may read these channels. example: inputs whose shapes are used to trace the program.
@@ -124,7 +124,9 @@ def find_values(program: Program, sites: Sequence[Site], example: Sequence[Tenso
         apart = bool((numbers == channels).all()) and bool((inputs == columns).all())
         if apart and end_of(views, channels)[0] is site.node and reader is not None and reader.name in linears:
             device = program.tensors[linears[name].args[1].name].device
-            attended_values.append(_Values(site, linears[name], reader, channels.to(device), columns.to(device)))
+            attended_values.append(
+                _AttentionValues(site, linears[name], reader, channels.to(device), columns.to(device))
+            )
     return attended_values
 
 
@@ -133,7 +135,7 @@ def _parameters(linear: Node) -> list[str]:
     return [arg.name for arg in linear.args[1:3] if arg is not None]
 
 
-def _steps(values: _Values, program: Program, ranges: Tensor) -> Tensor:
+def _steps(values: _AttentionValues, program: Program, ranges: Tensor) -> Tensor:
     """Return the powers of two by which channels are divided: (O,), zeros but for outliers.
 
     A step balances how far a channel's range is above the median range of its head, and how far its columns of the
@@ -152,7 +154,7 @@ def _steps(values: _Values, program: Program, ranges: Tensor) -> Tensor:
     return steps
 
 
-def _error(values: _Values, program: Program, attention: Tensor, v: Tensor, steps: Tensor) -> float:
+def _error(values: _AttentionValues, program: Program, attention: Tensor, v: Tensor, steps: Tensor) -> float:
     """Return the squared error of the linear after attention if V, A V and its weight are quantized by their ranges."""
     step = steps[values.channels]
     weight = torch.ldexp(program.tensors[values.reader.args[1].name], steps[values.columns])

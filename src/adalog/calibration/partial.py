@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.finished import Finished
+from adalog.finished import FinishedParts
 from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer
 from adalog.quantizers.codec import check_shape, checked_weight, decode_quantizer, encode_quantizer, pack, unpack
 
@@ -34,13 +34,13 @@ def raw_bytes(value: Tensor) -> memoryview:
 
 
 class Partial:
-    """Finished searches and stages in files with this fingerprint, and no other; see `Finished`.
+    """Finished searches and stages in files with this fingerprint, and no other; see `FinishedParts`.
 
     Numbers are written so that they read back exactly.
     """
 
     def __init__(self, path: Path, fingerprint: str, rank: int = 0):
-        self._finished = Finished(path, fingerprint, "searches", rank).alone()
+        self._finished = FinishedParts(path, fingerprint, "searches", rank).alone()
         with self._finished.refusing():
             self._found = {name: assignment_of(name, line) for name, line in self._finished.found.items()}
 

@@ -23,7 +23,7 @@ from adalog.calibration.judge import output_errors
 from adalog.calibration.partial import Partial
 from adalog.calibration.replay import Masks, Replay, random_mask
 from adalog.calibration.schedule import SERIAL, Resources, coded, coded_list
-from adalog.calibration.training import GroupInTraining, RoundedAtOnce, Side, confine
+from adalog.calibration.training import BatchedRounding, GroupInTraining, Side, confine
 from adalog.calibration.values import Chunk, Values
 from adalog.choices import Reconstruction
 from adalog.device import multiplies_bfloat16, waits_for_launches
@@ -317,7 +317,7 @@ class BlockInTraining:
         )
         trained = [value for group in parameters for value in group["params"]]
         masks = Masks(self._choices.drop, self._generators[0])
-        rounding = RoundedAtOnce(self._groups)
+        rounding = BatchedRounding(self._groups)
 
         def step() -> None:
             numbers = draws.index_select(0, row)[0]

@@ -14,7 +14,7 @@ from adalog.calibration.partial import Partial, assignment_json, assignment_of
 from adalog.choices import check_whole
 from adalog.graph.rewrite import SiteGroup
 from adalog.quantizers import Assignment
-from adalog.ranks import ALONE, Coded, Ranks
+from adalog.ranks import ALONE, Codec, Ranks
 
 # Called with (done, total, name of what is next), in units of work.
 Progress = Callable[[int, int, str], None]
@@ -85,20 +85,20 @@ def units_of_work(size: int) -> int:
     return 1 + size // _BYTES_PER_UNIT
 
 
-def coded(device: torch.device) -> Coded[Assignment]:
+def coded(device: torch.device) -> Codec[Assignment]:
     """Return the encoding that sends assignments between ranks exactly.
 
     device: the device for received assignments.
     """
-    return Coded(
+    return Codec(
         lambda assignment: json.dumps(assignment_json(assignment)).encode(),
         lambda name, content: assignment_of(name, json.loads(content)).to(device),
     )
 
 
-def coded_list(device: torch.device) -> Coded[list[Assignment]]:
+def coded_list(device: torch.device) -> Codec[list[Assignment]]:
     """Return the encoding for lists of assignments; see `coded`."""
-    return Coded(
+    return Codec(
         lambda assigned: json.dumps([assignment_json(each) for each in assigned]).encode(),
         lambda name, content: [assignment_of(name, each).to(device) for each in json.loads(content)],
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adalog.calibration.gradients import given_probe, hessian_probe, noise_probe, squared_gradients
 from adalog.calibration.importance import resampled, row_weights
-from adalog.calibration.observe import Observed
+from adalog.calibration.observe import Observations
 from adalog.calibration.operands import choices_of, formats_of, in_shape_of_product, operands_of
 from adalog.config import Config
 from adalog.graph.capture import take
@@ -21,15 +21,15 @@ from adalog.search.product import Product
 from adalog.search.tables import with_table
 
 
-class Shared:
+class ProductFields:
     """The optional fields of `Product` that a search needs (`AnySearch.needs`), for any site.
 
     - ordered: the operands after everything before their site is quantized, from one forward under the choices.
     - weights: squared gradients of the loss with respect to every site's output, from backward passes.
     - row_splits: the rows of a linear's weight that share a scale.
 
-    All fields are held whole, in addition to the memory of `Observed`. unfolded: returns the reason why a pair's norm
-    is not folded. memory: bytes for the values of a backward pass.
+    All fields are held whole, in addition to the memory of `Observations`. unfolded: returns the reason why a pair's
+    norm is not folded. memory: bytes for the values of a backward pass.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Shared:
         images: Sequence[Tensor],
         groups: Sequence[SiteGroup],
         blocks: Sequence[Block],
-        observed: Observed,
+        observed: Observations,
         seed: int,
         unfolded: Callable[[Pair, Config], str],
         memory: int,

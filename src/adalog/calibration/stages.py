@@ -8,7 +8,7 @@ from adalog.calibration.compensate import corrected
 from adalog.calibration.partial import Partial
 from adalog.calibration.reconstruct import reconstructed
 from adalog.calibration.schedule import Resources, coded_list
-from adalog.calibration.shared import Shared
+from adalog.calibration.shared import ProductFields
 from adalog.choices import Correction, Fitting, Reconstruction
 from adalog.config import LOSSES, Config, Stage
 from adalog.errors import CalibrationError
@@ -36,7 +36,7 @@ def staged(
     images: Sequence[Tensor],
     unlabelled: Sequence[Tensor],
     assigned: Assigned,
-    shared: Shared,
+    shared: ProductFields,
     judge: Judge,
     resources: Resources,
     *,

@@ -216,7 +216,7 @@ class GroupInTraining:
         return [side for side in (self._left, self._right) if side is not None]
 
 
-class RoundedAtOnce:
+class BatchedRounding:
     """AdaRound's h(V) of all weights of some groups, computed together for an accelerator."""
 
     def __init__(self, groups: Sequence[GroupInTraining]):

@@ -19,13 +19,13 @@ from adalog.inputs import zoo
 from adalog.inputs.images import ImageSet
 from adalog.quantizers import FLOAT_BITS
 from adalog.study import sensitivity
-from adalog.study.budget import Budget, Chosen, quantize_within
+from adalog.study.budget import Budget, BudgetedModel, quantize_within
 from adalog.study.cost import BOPS_PER_FIXOP
 from adalog.study.sensitivity import Measure, Sensitivity
 
 
 @dataclass(frozen=True)
-class Subject:
+class CalibratedModel:
     """A model with its calibration, and held-out normalised images to evaluate it on."""
 
     loaded: zoo.LoadedModel
@@ -38,7 +38,7 @@ class Subject:
         return {"preprocessing": self.loaded.prepared.to_json()}
 
 
-def subject(spec: str, data: Path | None, config: Config, judged: int, setup: Setup) -> Subject:
+def subject(spec: str, data: Path | None, config: Config, judged: int, setup: Setup) -> CalibratedModel:
     """Load a model, calibrate it on the images that `adalog quantize` would use, and add `judged` held-out images."""
     if not zoo.is_model(spec):
         raise DataError(f"unknown model {spec!r}: give {zoo.KINDS}")
@@ -59,7 +59,7 @@ def subject(spec: str, data: Path | None, config: Config, judged: int, setup: Se
         memory=setup.memory,
         sizes="free" if setup.free_sizes else "fixed",
     )
-    return Subject(loaded, calibration, judging)
+    return CalibratedModel(loaded, calibration, judging)
 
 
 def read_budget(budget: str | None, bops: str | None, fixops: str | None, max_kl: float | None) -> Budget | None:
@@ -76,7 +76,7 @@ def read_budget(budget: str | None, bops: str | None, fixops: str | None, max_kl
 
 
 def measured(
-    about: Subject, config: Config, widths: Sequence[int], progress: Progress, setup: Setup, partial: Path
+    about: CalibratedModel, config: Config, widths: Sequence[int], progress: Progress, setup: Setup, partial: Path
 ) -> Sensitivity:
     """Measure the sensitivity of each operand of the model at each width."""
     resources = setup.resources(partial, progress, "measuring sensitivity", "measuring")
@@ -124,7 +124,7 @@ def _check_kl(measure: Measure) -> None:
         raise DataError("--max-kl needs a model that outputs logits: use --budget or --target-bops for this model")
 
 
-def told_of(chosen: Chosen, found: Sensitivity) -> str:
+def told_of(chosen: BudgetedModel, found: Sensitivity) -> str:
     """Describe a plan in one line of text."""
     loss = "KL divergence" if found.measure == "kl" else found.measure
     return (

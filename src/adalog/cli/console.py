@@ -40,7 +40,7 @@ class Interrupted(Exception):
     """Ctrl-C, in place of KeyboardInterrupt, which typer would report in its own way."""
 
 
-class OutputError(Exception):
+class StdoutError(Exception):
     """The error if standard output cannot be written."""
 
 
@@ -179,7 +179,7 @@ def _explain(error: BaseException, debug: bool) -> int:
     if isinstance(error, (AdalogError, ValueError)):
         _complain("error", str(error))
         return BAD_INPUT
-    if isinstance(error, OutputError):
+    if isinstance(error, StdoutError):
         # Python flushes standard output at exit, which would fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _complain("failed", str(error))
@@ -209,7 +209,7 @@ def say(*results: str | Table) -> None:
             Console().print(result)
         sys.stdout.flush()
     except OSError as cause:
-        raise OutputError(f"cannot write to standard output: {cause.strerror}") from cause
+        raise StdoutError(f"cannot write to standard output: {cause.strerror}") from cause
 
 
 def _printable(text: str) -> str:

@@ -26,7 +26,7 @@ from adalog.cli.targets import check_bundled, compiled, find_preprocessing, load
 from adalog.inputs import demo, zoo
 from adalog.inputs.images import find_support
 from adalog.runtime import EXECUTORS
-from adalog.study.evaluate import Contest, Prepared, check_classes, predict, score
+from adalog.study.evaluate import Contest, PreparedImages, check_classes, predict, score
 
 
 def command(
@@ -104,9 +104,9 @@ def command(
     images, labels = demo.test_images() if queries is None else (queries, queries.labels)
     truth = None if labels is None else torch.as_tensor(labels)
     single = [place.type != "cpu" or (executor == "native" and network is runs) for network in networks]
-    given, nearest = Prepared(images, preprocessing), None
+    given, nearest = PreparedImages(images, preprocessing), None
     if known is not None:
-        nearest = Prepared(known, preprocessing), torch.tensor(known.labels or ())
+        nearest = PreparedImages(known, preprocessing), torch.tensor(known.labels or ())
     # Before the long work, check on one image that the models accept such images and know all classes.
     last = 0 if truth is None else int(truth.argmax())
     with waiting(f"checking {file}"):

@@ -43,7 +43,7 @@ from adalog.inputs import demo, zoo
 from adalog.inputs.images import find_images
 from adalog.study import sensitivity as study
 from adalog.study.drawing import rendered
-from adalog.study.evaluate import Prepared, check_classes, predict, score
+from adalog.study.evaluate import PreparedImages, check_classes, predict, score
 from adalog.study.pareto import BUDGETS, Point, check_output, curve, pareto_figure
 
 
@@ -122,19 +122,21 @@ def command(
         say(table_of(points, found.measure), str(out))
 
 
-def _labelled(model: str, val: Path | None, about: budgets.Subject) -> tuple[Prepared, torch.Tensor] | None:
+def _labelled(
+    model: str, val: Path | None, about: budgets.CalibratedModel
+) -> tuple[PreparedImages, torch.Tensor] | None:
     """Return the labelled images with their labels, or None if there are none."""
     if val is None:
         if model != "demo":
             return None
         bundled, labels = demo.test_images()
-        return Prepared(bundled), labels
+        return PreparedImages(bundled), labels
     images = find_images(val)
     if images.labels is None:
         raise DataError(
             f"{val} has no labels: make one subfolder per class, or add a CSV file with the columns file,label"
         )
-    prepared, labels = Prepared(images, about.loaded.prepared), torch.tensor(images.labels)
+    prepared, labels = PreparedImages(images, about.loaded.prepared), torch.tensor(images.labels)
     # Before the long work, check on one image of the highest class that the model knows all classes.
     last = int(labels.argmax())
     logits = predict(about.loaded.module, prepared(range(last, last + 1)), device=about.judged.device)

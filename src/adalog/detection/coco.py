@@ -29,7 +29,7 @@ FIGURES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 
 
 @dataclass(frozen=True)
-class Annotated:
+class AnnotatedImages:
     """Images of a folder with their annotations.
 
     ids: COCO's id of each image, in the order of `paths`. sizes: (height, width) of each image in the file. categories:
@@ -57,7 +57,7 @@ class Annotated:
         return image
 
 
-def read_annotations(file: Path, folder: Path) -> Annotated:
+def read_annotations(file: Path, folder: Path) -> AnnotatedImages:
     """Read an annotation file (instances_*.json) and find its images in a folder.
 
     Raises DataError for a file of another form, for images that are not in the folder, for boxes that are not four
@@ -94,7 +94,7 @@ def read_annotations(file: Path, folder: Path) -> Annotated:
         )
     if not images:
         raise DataError(f"{file} lists no images: give a file with images")
-    return Annotated(
+    return AnnotatedImages(
         tuple(folder / name for name in images.values()), tuple(images), tuple(sizes.values()), categories, told
     )
 
@@ -190,7 +190,7 @@ def encoded_mask(mask: np.ndarray) -> dict[str, Any]:
     return {"size": [int(side) for side in runs["size"]], "counts": runs["counts"].decode("ascii")}
 
 
-def categories_of(names: Sequence[str], annotated: Annotated) -> list[int]:
+def categories_of(names: Sequence[str], annotated: AnnotatedImages) -> list[int]:
     """Return COCO's id of each class of a detector, or -1 if the annotation file does not have the class.
 
     Raises DataError if the file has categories that the detector does not know.

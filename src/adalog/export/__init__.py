@@ -11,7 +11,7 @@ from adalog.export.noise import noise_like
 from adalog.export.onnx import to_onnx
 from adalog.export.pack import to_pack
 from adalog.export.qdq import to_encodings
-from adalog.export.replay import EVERY_FORM, FORMS, Form
+from adalog.export.replay import EVERY_FORM, FORMS, OnnxForm
 from adalog.quantized import QuantizedProgram
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "FORMS",
     "Certificate",
     "Engine",
-    "Form",
+    "OnnxForm",
     "certify",
     "certify_executorch",
     "export",
@@ -37,7 +37,7 @@ _IMAGES = 2  # the number of noise images on which an export is certified before
 
 
 def export(
-    quantized: QuantizedProgram, source: str, form: Form = "mixed", engines: Sequence[str] = ("onnxruntime",)
+    quantized: QuantizedProgram, source: str, form: OnnxForm = "mixed", engines: Sequence[str] = ("onnxruntime",)
 ) -> tuple[bytes, list[Certificate]]:
     """Return the ONNX file of a quantized program, and its certificate in each engine.
 

@@ -15,7 +15,7 @@ from adalog.errors import ArtifactError, one_line
 from adalog.export.engines import Run, open_engine
 from adalog.export.onnx import KEY, as_array, graph_digest, inputs_of, package, stored_tensors, tensor_name
 from adalog.export.operands import Digit
-from adalog.export.replay import EVERY_FORM, MAKERS, Form, Replay
+from adalog.export.replay import EVERY_FORM, MAKERS, OnnxForm, ProgramModule
 from adalog.graph.program import given_leaves
 from adalog.quantized import QuantizedProgram
 from adalog.runtime import Compiled
@@ -137,7 +137,7 @@ def certify(
     """
     package(engine)
     model, about = read(content)
-    form: Form = about["form"]
+    form: OnnxForm = about["form"]
     found = Certificate(
         form, engine, executor, {"artifact": source, "export": hashlib.sha256(content).hexdigest()}, _versions(engine)
     )
@@ -178,7 +178,7 @@ def read(content: bytes) -> tuple[Any, dict[str, Any]]:
     return model, about
 
 
-def changed_tensors(model: Any, replay: Replay) -> list[str]:
+def changed_tensors(model: Any, replay: ProgramModule) -> list[str]:
     """Return the names of the file's tensors that differ from the artifact's, in the file's order."""
     from onnx import numpy_helper
 
@@ -206,9 +206,9 @@ def _versions(engine: str) -> dict[str, str]:
     return {"adalog": version.__version__, **found}
 
 
-def _replayed(quantized: QuantizedProgram, form: Form) -> Replay:
+def _replayed(quantized: QuantizedProgram, form: OnnxForm) -> ProgramModule:
     """Return the replayed program after one run, which records the names of its values."""
-    replay = Replay(quantized, MAKERS[form]).eval()
+    replay = ProgramModule(quantized, MAKERS[form]).eval()
     replay(*(value.new_zeros((1, *value.shape[1:])) for value in quantized.example))
     return replay
 
@@ -219,7 +219,7 @@ def _replayed(quantized: QuantizedProgram, form: Form) -> Replay:
 def _compare(
     found: Certificate,
     quantized: QuantizedProgram,
-    replay: Replay,
+    replay: ProgramModule,
     model: Any,
     content: bytes,
     batches: Iterable[Sequence[Tensor]],
@@ -274,7 +274,7 @@ def _run(run: Run, inputs: Mapping[str, Any], engine: str) -> dict[str, Any]:
         ) from cause
 
 
-def _watched(model: Any, replay: Replay) -> tuple[bytes, dict[str, str]]:
+def _watched(model: Any, replay: ProgramModule) -> tuple[bytes, dict[str, str]]:
     """Add outputs to the file for the values that every site reads and computes.
 
     Returns the new file, and the name of each encoded value by `Digit.at`. Raises ArtifactError if the file lacks one
@@ -307,7 +307,11 @@ def _watched(model: Any, replay: Replay) -> tuple[bytes, dict[str, str]]:
 
 
 def _site(
-    replay: Replay, site: IntegerSite, inner: Mapping[str, Any], values: Mapping[str, str], codes: Mapping[str, Tensor]
+    replay: ProgramModule,
+    site: IntegerSite,
+    inner: Mapping[str, Any],
+    values: Mapping[str, str],
+    codes: Mapping[str, Tensor],
 ) -> SiteReport:
     """Compare a site of the export with its exact sums, for the values that it read."""
     traced = replay.products[site.name].traced

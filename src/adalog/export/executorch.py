@@ -24,9 +24,9 @@ from torch.nn import functional
 
 from adalog import version
 from adalog.errors import AdalogError, ArtifactError, one_line
-from adalog.export.products import Stored, Traced
+from adalog.export.products import ProductTrace, StoredWeight
 from adalog.export.qdq import signed_weight, why_not_per_tensor
-from adalog.export.replay import NOTED, Makers, Replay
+from adalog.export.replay import NOTED, Makers, ProgramModule
 from adalog.extras import extra_module
 from adalog.graph.program import Node
 from adalog.quantized import QuantizedProgram
@@ -40,7 +40,7 @@ _WAY_OUT = "quantize the model with --method uniform-tensor"
 
 
 @dataclass(frozen=True)
-class Codes:
+class SignedCodes:
     """An activation's codes minus 128, and the values that they stand for."""
 
     codes: Tensor
@@ -59,13 +59,13 @@ class UniformEncoder(nn.Module):
         self.scale, self.zero_point = float(quantizer.scale), int(quantizer.zero_point)
         self.top = 2**quantizer.bits - 1
 
-    def forward(self, x: Tensor) -> Codes:
+    def forward(self, x: Tensor) -> SignedCodes:
         ops = torch.ops.quantized_decomposed
         if self.top < _HIGH - LOW:  # XNNPACK clamps to bytes only
             x = x.clamp(-self.zero_point * self.scale, (self.top - self.zero_point) * self.scale)
         given = self.scale, self.zero_point + LOW, LOW, LOW + self.top, torch.int8
         codes = ops.quantize_per_tensor.default(x, *given)
-        return Codes(codes, ops.dequantize_per_tensor.default(codes, *given))
+        return SignedCodes(codes, ops.dequantize_per_tensor.default(codes, *given))
 
 
 class UniformProduct(nn.Module):
@@ -74,8 +74,8 @@ class UniformProduct(nn.Module):
     def __init__(self, site: IntegerSite):
         super().__init__()
         self.site = site
-        self.traced: Traced | None = None
-        self.stored: dict[str, Stored] = {}
+        self.traced: ProductTrace | None = None
+        self.stored: dict[str, StoredWeight] = {}
         if site.weight is None:
             return
         codes, units = signed_weight(site, "XNNPACK", _WAY_OUT)
@@ -93,7 +93,7 @@ class UniformProduct(nn.Module):
         half = symmetric_zero_point(4 if site.right.bits <= 4 else 8)
         self.limits = -half, half - 1
 
-    def forward(self, left: Codes, right: Codes | None = None, bias: Tensor | None = None) -> Tensor:
+    def forward(self, left: SignedCodes, right: SignedCodes | None = None, bias: Tensor | None = None) -> Tensor:
         if right is not None:
             result = torch.matmul(left.value, right.value)
             return result if bias is None else result + bias
@@ -111,13 +111,13 @@ class UniformProduct(nn.Module):
         return functional.linear(x, ops.dequantize_per_channel.default(*stored), bias)
 
 
-class Watched(nn.Module):
+class InstrumentedModule(nn.Module):
     """A replayed program that also returns what its sites read and compute.
 
     names: of the values after the outputs; ("value" or "codes", operand) or ("result", site).
     """
 
-    def __init__(self, replay: Replay):
+    def __init__(self, replay: ProgramModule):
         super().__init__()
         self.replay = replay
         self.names: list[tuple[str, str]] = []
@@ -150,16 +150,16 @@ def to_executorch(quantized: QuantizedProgram, source: str) -> bytes:
     versions()
     about = {KEY: json.dumps({"artifact": source, "made_by": versions()}, sort_keys=True)}
     about |= {name: json.dumps(quantized.provenance[name]) for name in NOTED if name in quantized.provenance}
-    return lowered(Replay(quantized, MAKERS).eval(), one_image(quantized), about)
+    return lowered(ProgramModule(quantized, MAKERS).eval(), one_image(quantized), about)
 
 
-def to_watched(quantized: QuantizedProgram) -> tuple[bytes, Replay, list[tuple[str, str]]]:
+def to_watched(quantized: QuantizedProgram) -> tuple[bytes, ProgramModule, list[tuple[str, str]]]:
     """Return a file that also outputs what every site reads and computes, its program, and the names of these outputs.
 
     Raises what `to_executorch` raises.
     """
     versions()
-    watched, inputs = Watched(Replay(quantized, MAKERS).eval()), one_image(quantized)
+    watched, inputs = InstrumentedModule(ProgramModule(quantized, MAKERS).eval()), one_image(quantized)
     importlib.import_module(_OPERATORS)
     watched(*inputs)  # the names of an export are lost
     names = watched.names

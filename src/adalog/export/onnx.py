@@ -19,8 +19,8 @@ from torch import Tensor
 from adalog import version
 from adalog.errors import AdalogError, ArtifactError, one_line
 from adalog.export.operators import NODE, RESULT, STEPS
-from adalog.export.products import Stored
-from adalog.export.replay import MAKERS, NOTED, Form, Replay
+from adalog.export.products import StoredWeight
+from adalog.export.replay import MAKERS, NOTED, OnnxForm, ProgramModule
 from adalog.extras import extra_module
 from adalog.quantized import QuantizedProgram
 
@@ -30,7 +30,7 @@ _SIZES = {"B": "batch", "H": "height", "W": "width"}  # the names of free sizes
 KEY = "adalog"  # the key of adalog's own metadata
 
 
-def to_onnx(quantized: QuantizedProgram, form: Form, source: str, *, selects: bool = False) -> bytes:
+def to_onnx(quantized: QuantizedProgram, form: OnnxForm, source: str, *, selects: bool = False) -> bytes:
     """Return the ONNX file of a quantized program; the same program gives the same bytes with the same packages.
 
     source: the SHA-256 of the artifact. selects: write codes in the form that is fastest and most exact in OpenVINO,
@@ -39,7 +39,7 @@ def to_onnx(quantized: QuantizedProgram, form: Form, source: str, *, selects: bo
     """
     onnx = package("onnx")
     package("onnxscript")
-    replay = Replay(quantized, MAKERS[form]).eval()
+    replay = ProgramModule(quantized, MAKERS[form]).eval()
     model = _translated(replay, quantized)
     _rename(model, replay)
     _expand_steps(model, selects=selects)
@@ -78,7 +78,7 @@ def graph_digest(model: Any) -> str:
     return digest.hexdigest()
 
 
-def _translated(replay: Replay, quantized: QuantizedProgram) -> Any:
+def _translated(replay: ProgramModule, quantized: QuantizedProgram) -> Any:
     """Translate the replayed program with PyTorch, and return the ONNX model."""
     inputs = tuple(value.new_zeros((2, *value.shape[1:])) for value in quantized.example)
     shapes = []
@@ -101,7 +101,7 @@ def _translated(replay: Replay, quantized: QuantizedProgram) -> Any:
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def _rename(model: Any, replay: Replay) -> None:
+def _rename(model: Any, replay: ProgramModule) -> None:
     """Give the values and nodes of sites their names, and drop the notes of PyTorch's exporter."""
     graph = model.graph
     names: dict[str, str] = {}
@@ -132,7 +132,7 @@ def _rename(model: Any, replay: Replay) -> None:
 
 
 def tensor_name(buffer: str) -> str:
-    """Return the name that a buffer of `Replay` has in the file."""
+    """Return the name that a buffer of `ProgramModule` has in the file."""
     for prefix in ("steps.", "tensors."):
         if buffer.startswith(prefix):
             return buffer.removeprefix(f"{prefix}/").replace("/", ".")
@@ -207,7 +207,7 @@ def _paths(output: Any) -> Iterator[tuple[str | int, ...]]:
 # --- operators and types that PyTorch does not write -----------------------------------------------------------------
 
 
-class _Writer:
+class _NodeWriter:
     """Nodes and tensors that replace one node of a graph. at: the prefix of all their names."""
 
     def __init__(self, at: str):
@@ -243,7 +243,7 @@ def _expand_steps(model: Any, *, selects: bool) -> None:
             nodes.append(node)
             continue
         value, thresholds, levels = (given.get(each, each) for each in node.input)
-        writer = _Writer(node.name.rpartition("/")[0])
+        writer = _NodeWriter(node.name.rpartition("/")[0])
         write = _steps if node.op_type == STEPS.partition("::")[2] else _selects if selects else _byte_steps
         write(writer, value, thresholds, levels, node.output[0])
         nodes += writer.nodes
@@ -253,7 +253,7 @@ def _expand_steps(model: Any, *, selects: bool) -> None:
     _rebuild(model, nodes, tensors)
 
 
-def _steps(writer: _Writer, value: str, thresholds: Any, levels: Any, result: str) -> None:
+def _steps(writer: _NodeWriter, value: str, thresholds: Any, levels: Any, result: str) -> None:
     """Write level = last + sum over thresholds of (value > threshold) * height, in floats."""
     total = writer.tensor("level", levels[-1])
     for k in reversed(range(len(thresholds))):
@@ -263,7 +263,7 @@ def _steps(writer: _Writer, value: str, thresholds: Any, levels: Any, result: st
         total = writer.node("Add", [height, total], "" if k else result)
 
 
-def _byte_steps(writer: _Writer, value: str, thresholds: Any, levels: Any, result: str) -> None:
+def _byte_steps(writer: _NodeWriter, value: str, thresholds: Any, levels: Any, result: str) -> None:
     """Write the same sum in bytes: in steps of 2 t, a value above the threshold t rounds to 1 or more.
 
     With a zero point of 254, its byte is then 255, and otherwise 254. ONNX Runtime adds several such bytes at a time.
@@ -282,7 +282,7 @@ def _byte_steps(writer: _Writer, value: str, thresholds: Any, levels: Any, resul
             total = writer.node("DequantizeLinear", [total, one, zero])
 
 
-def _selects(writer: _Writer, value: str, thresholds: Any, levels: Any, result: str) -> None:
+def _selects(writer: _NodeWriter, value: str, thresholds: Any, levels: Any, result: str) -> None:
     """Write the same levels as a chain of Where between bytes."""
     total = writer.tensor("level", np.uint8(levels[-1]))
     for k in reversed(range(len(thresholds))):
@@ -306,7 +306,7 @@ def _round_signed(model: Any) -> None:
         zero = given.get(node.input[-1]) if node.op_type == "QuantizeLinear" else None
         if zero is not None and zero.data_type == TensorProto.INT8:
             value, scale, zero_point = node.input
-            writer = _Writer(node.name.rpartition("/")[0])
+            writer = _NodeWriter(node.name.rpartition("/")[0])
             one = scale in given and bool((numpy_helper.to_array(given[scale]) == 1).all())
             whole = writer.node("Round", [value if one else writer.node("Div", [value, scale])])
             node.input[:] = [whole, scale if one else writer.tensor("one", np.float32(1)), zero_point]
@@ -316,7 +316,7 @@ def _round_signed(model: Any) -> None:
     _rebuild(model, nodes, tensors)
 
 
-def _store(model: Any, stored: Mapping[str, Stored]) -> None:
+def _store(model: Any, stored: Mapping[str, StoredWeight]) -> None:
     """Store weights as codes in the narrowest type, and add the nodes that compute the values from the codes."""
     from onnx import TensorProto, helper, numpy_helper
 
@@ -352,7 +352,7 @@ def _store(model: Any, stored: Mapping[str, Stored]) -> None:
     graph.initializer.extend(initializers)
 
 
-def stored_tensors(name: str, weight: Stored) -> dict[str, Any]:
+def stored_tensors(name: str, weight: StoredWeight) -> dict[str, Any]:
     """Return the tensors that a weight is stored as, by their names in the file; codes are int8 or uint8."""
     codes = weight.codes.contiguous().numpy()
     narrow = np.int8 if codes.min(initial=0) >= -128 and codes.max(initial=0) <= 127 else np.uint8

@@ -45,7 +45,7 @@ class OnnxEncoder(nn.Module):
     def __init__(self, quantizer: Quantizer, name: str):
         super().__init__()
         self.name, self.limits = name, quantizer.limits()
-        parts: list[_Rounded | _Logarithm | _Ones] = [_Rounded(*each) for each in quantizer.clamped()]
+        parts: list[_UniformPart | _Logarithm | _Ones] = [_UniformPart(*each) for each in quantizer.clamped()]
         if isinstance(quantizer, LogQuantizer):
             parts = [_Logarithm(quantizer), *(_Ones() for _ in self.limits[1:])]
         if not parts:
@@ -97,7 +97,7 @@ class OnnxOperand:
         return [f"{self.encoder.name}.{kind}.{index}" for index in range(len(self.encoder.limits))]
 
 
-class _Rounded(nn.Module):
+class _UniformPart(nn.Module):
     """clamp(round(x / scale), low, high): the integers of a uniform quantizer, or of one half of a twin quantizer."""
 
     def __init__(self, scale: Tensor, low: Tensor, high: Tensor):

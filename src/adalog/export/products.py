@@ -20,7 +20,7 @@ _BASES = ((0, 0), (256, 0), (0, 16), (256, 16), (16, 16))  # bases of the digits
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredWeight:
     """A weight's bytes as the file holds them: value = code - zero_point, cast to the dtype of the value.
 
     codes: whole numbers in int64, from -8 to 7 if four bits are enough. zero_point: broadcasts to the codes; None is 0.
@@ -31,7 +31,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Traced:
+class ProductTrace:
     """The operands of a site's product, and the names of its results in the file, one per pair of parts.
 
     scales: the value of one unit of each result, or None if the results are the accumulators themselves.
@@ -59,10 +59,10 @@ class OnnxProduct(nn.Module):
             self.bases = _bases(site)
         for index, scale in enumerate(scales_of(site)):
             self.register_buffer(f"scale_{index}", scale)
-        self.stored: dict[str, Stored] = {}
+        self.stored: dict[str, StoredWeight] = {}
         if site.weight is not None:
             self._store(site)
-        self.traced: Traced | None = None
+        self.traced: ProductTrace | None = None
 
     # --- what the file stores ---
 
@@ -83,17 +83,17 @@ class OnnxProduct(nn.Module):
             for place, factor in enumerate(_factors(self.bases[1])):
                 self.register_buffer(f"weight_{place}", _digit(whole, factor, self.bases[1]))
             if not self.bases[1]:
-                self.stored["weight_0"] = Stored(codes, zero if bool(zero.any()) else None)
+                self.stored["weight_0"] = StoredWeight(codes, zero if bool(zero.any()) else None)
             return
         whole = codes - zero
         if 2 * max(map(_raw, site.left.limits())) * int(whole.abs().max()) < _PAIRS and int(whole.abs().max()) < 128:
             # OpenVINO multiplies bytes only with weights that have no zero point.
-            self.stored["weight_0"] = Stored(codes.t(), zero.t() if bool(zero.any()) else None)
+            self.stored["weight_0"] = StoredWeight(codes.t(), zero.t() if bool(zero.any()) else None)
             codes, zero, self.signed = whole, torch.zeros_like(zero), True
         else:
             if not self.signed:
                 codes, zero = codes + 128, zero + 128
-            self.stored["weight_0"] = Stored(codes.t())
+            self.stored["weight_0"] = StoredWeight(codes.t())
         dtype = torch.int8 if self.signed else torch.uint8
         self.weight_0 = nn.Buffer(codes.t().contiguous().to(dtype))
         self.zero_point = nn.Buffer(zero.flatten().to(dtype))
@@ -112,7 +112,7 @@ class OnnxProduct(nn.Module):
             lefts, rights = left.floats(), None if right is None else right.floats()
         sums = self._dequantized(lefts, rights) if self.bytes and self.mixed else self._sums(lefts, rights)
         names = tuple(f"{site.name}.accumulators.{index}" for index in range(len(sums)))
-        self.traced = Traced(
+        self.traced = ProductTrace(
             tuple(map(tuple, lefts)), None if rights is None else tuple(map(tuple, rights)), names, self._unit_of(names)
         )
         total = None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from adalog.errors import ArtifactError
 from adalog.export.operands import Digit
 from adalog.export.operators import matmul_shape, operator
-from adalog.export.products import Stored, Traced, convolution_attributes, convolved_shape, scales_of
+from adalog.export.products import ProductTrace, StoredWeight, convolution_attributes, convolved_shape, scales_of
 from adalog.quantizers import Quantizer, UniformQuantizer, symmetric_zero_point
 from adalog.runtime.reference import IntegerSite
 
@@ -83,8 +83,8 @@ class QdqProduct(nn.Module):
     def __init__(self, site: IntegerSite):
         super().__init__()
         self.site = site
-        self.traced: Traced | None = None
-        self.stored: dict[str, Stored] = {}  # the codes are a buffer
+        self.traced: ProductTrace | None = None
+        self.stored: dict[str, StoredWeight] = {}  # the codes are a buffer
         (self.scale,) = scales_of(site)
         if site.weight is None:
             return
@@ -109,7 +109,7 @@ class QdqProduct(nn.Module):
                 **convolution_attributes(site),
             )
         rights = None if right is None else ((right.digit,),)
-        self.traced = Traced(((left.digit,),), rights, (name,), (self.scale,))
+        self.traced = ProductTrace(((left.digit,),), rights, (name,), (self.scale,))
         if bias is None:
             return result
         return result + (bias if site.geometry is None else bias[:, None, None])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from adalog.errors import ArtifactError
 from adalog.export.operands import OnnxEncoder
-from adalog.export.products import OnnxProduct, Stored
+from adalog.export.products import OnnxProduct, StoredWeight
 from adalog.export.qdq import QdqEncoder, QdqProduct
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, given_leaves
@@ -20,10 +20,10 @@ from adalog.quantizers import Quantizer
 from adalog.runtime import compiled
 from adalog.runtime.reference import IntegerSite, plan
 
-Form = Literal["mixed", "integer", "qdq"]
-EVERY_FORM = get_args(Form)
+OnnxForm = Literal["mixed", "integer", "qdq"]
+EVERY_FORM = get_args(OnnxForm)
 NOTED = ("preprocessing", "classes")  # keys of the artifact's provenance that are copied to the metadata
-FORMS: tuple[Form, ...] = ("mixed", "integer")  # the forms that every kind of quantizer has
+FORMS: tuple[OnnxForm, ...] = ("mixed", "integer")  # the forms that every kind of quantizer has
 
 # Arithmetic on sizes, which are symbols while a model is exported.
 _SIZES: dict[str, Callable[..., Any]] = {
@@ -62,7 +62,7 @@ MAKERS: dict[str, Makers] = {
 }
 
 
-class Replay(nn.Module):
+class ProgramModule(nn.Module):
     """The program of a quantized model as a module that returns a tuple of tensors.
 
     sites: the sites that run in integers. products: the product of each site, by the site's name.
@@ -105,7 +105,7 @@ class Replay(nn.Module):
         for name, value in self.program.tensors.items():
             self.tensors.register_buffer(_path(name), value)
 
-    def stored(self) -> dict[str, Stored]:
+    def stored(self) -> dict[str, StoredWeight]:
         """Return the weights that are stored in narrow types, by the name of the buffer that holds their value."""
         return {
             f"steps.{_path(site)}.{name}": each

@@ -38,7 +38,7 @@ PARAMETERS = {
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """One operation `op` of the exported graph, with everything that a rewrite needs to replace it.
 
     metas, meta_kwargs: the arguments as tensors without data; their sizes may be symbolic. emit(op, *args, part=""):
@@ -65,7 +65,7 @@ class Call:
         return {**defaults, **dict(own), **self.kwargs}
 
 
-def unfold_attention(call: Call) -> Ref:
+def unfold_attention(call: OpCall) -> Ref:
     """Unfold softmax(Q K^T scale + mask) V into separate operations, so that its two products become sites."""
     values = call.named()
     query, key = call.metas[:2]
@@ -96,7 +96,7 @@ def unfold_attention(call: Call) -> Ref:
     return call.emit("aten.matmul.default", weights, values["value"], part="_av")
 
 
-def unfold_einsum(call: Call) -> Ref | None:
+def unfold_einsum(call: OpCall) -> Ref | None:
     """Write an einsum as sums over single operands, and one matrix product for each further operand.
 
     A letter of two operands is summed, or is a leading dimension of matmul if the rest of the equation has it. A letter
@@ -137,7 +137,7 @@ def unfold_einsum(call: Call) -> Ref | None:
     return call.emit("aten.permute.default", value, tuple(word.index(letter) for letter in output))
 
 
-def _without(call: Call, op: str, value: Ref, word: str, dims: Sequence[int]) -> tuple[Ref, str]:
+def _without(call: OpCall, op: str, value: Ref, word: str, dims: Sequence[int]) -> tuple[Ref, str]:
     """Remove these dimensions of a value, which `word` names, with an operation."""
     if not dims:
         return value, word
@@ -150,7 +150,7 @@ def _is_one(size: Any) -> bool:
 
 
 def _contract(
-    call: Call, values: tuple[Ref, Ref], words: tuple[str, str], needed: Collection[str], sizes: Mapping[str, Arg]
+    call: OpCall, values: tuple[Ref, Ref], words: tuple[str, str], needed: Collection[str], sizes: Mapping[str, Arg]
 ) -> tuple[str, Ref]:
     """Multiply two operands of an einsum as matrices. Return the letters of the result and the result."""
     left, right = words
@@ -165,7 +165,7 @@ def _contract(
 
 
 def _arrange(
-    call: Call, value: Ref, word: str, groups: tuple[list[str], ...], sizes: Mapping[str, Arg], part: str
+    call: OpCall, value: Ref, word: str, groups: tuple[list[str], ...], sizes: Mapping[str, Arg], part: str
 ) -> Ref:
     """Permute and flatten a value, whose dimensions `word` names, to (*lead, second group, third group)."""
     lead, *grouped = groups
@@ -186,7 +186,7 @@ def _arrange(
     return call.emit("aten.reshape.default", value, tuple(shape), part=f"{part}_matrix")
 
 
-def unfold_vector_product(call: Call) -> Ref | None:
+def unfold_vector_product(call: OpCall) -> Ref | None:
     """Write a product with a vector as a product with a matrix of one row or one column."""
     row, column = (meta.ndim == 1 for meta in call.metas)
     if not row and not column:
@@ -201,7 +201,7 @@ def unfold_vector_product(call: Call) -> Ref | None:
     return call.emit("aten.squeeze.dims", product, dims)
 
 
-def unfold_added_product(call: Call) -> Ref:
+def unfold_added_product(call: OpCall) -> Ref:
     """Write beta * added + alpha * (left @ right) as separate operations."""
     added, left, right = call.args
     alpha, beta = call.kwargs.get("alpha", 1), call.kwargs.get("beta", 1)
@@ -213,10 +213,10 @@ def unfold_added_product(call: Call) -> Ref:
     return call.emit("aten.add.Tensor", added, product)
 
 
-def _unfold_added(op: str) -> Callable[[Call], Ref]:
+def _unfold_added(op: str) -> Callable[[OpCall], Ref]:
     """Return a rewrite of `addcmul` or `addcdiv`, value + number * op(one, other), as separate operations."""
 
-    def unfolded(call: Call) -> Ref:
+    def unfolded(call: OpCall) -> Ref:
         values = call.named()
         result = call.emit(op, values["tensor1"], values["tensor2"], part="_product")
         if values["value"] != 1:
@@ -226,7 +226,7 @@ def _unfold_added(op: str) -> Callable[[Call], Ref]:
     return unfolded
 
 
-def unfold_named_padding(call: Call) -> Ref:
+def unfold_named_padding(call: OpCall) -> Ref:
     """Write a convolution with padding "same" or "valid" with the padding as numbers.
 
     If the total padding is odd, the extra row goes to the bottom and the extra column to the right.
@@ -254,7 +254,7 @@ def unfold_named_padding(call: Call) -> Ref:
     return of(*call.args)
 
 
-def unfold_mask_index(call: Call) -> Ref | None:
+def unfold_mask_index(call: OpCall) -> Ref | None:
     """Write an index by masks as an index by the positions at which they are true."""
     value, indices = call.args
     plain: list[Arg] = []
@@ -267,7 +267,7 @@ def unfold_mask_index(call: Call) -> Ref | None:
     return call.emit("aten.index.Tensor", value, tuple(plain)) if plain != list(indices) else None
 
 
-def unfold_mask_write(call: Call) -> Ref | None:
+def unfold_mask_write(call: OpCall) -> Ref | None:
     """Write x[mask] = value, with one value for all positions of the mask, as where(mask, value, x).
 
     If the mask decides how many values are written, the write becomes a `masked_scatter`, for `choose_by_masks`.
@@ -294,7 +294,7 @@ def unfold_mask_write(call: Call) -> Ref | None:
     return call.emit("aten.where.self", hidden, value, x)
 
 
-def unfold_windows(call: Call) -> Ref:
+def unfold_windows(call: OpCall) -> Ref:
     """Write the windows of one dimension as a list of slices, one for each position in a window."""
     value, dim, size, step = call.args
     dim %= max(call.metas[0].ndim, 1)
@@ -305,7 +305,7 @@ def unfold_windows(call: Call) -> Ref:
     return call.emit("aten.stack.default", tuple(parts), -1)
 
 
-def unfold_tensor_split(call: Call, dim: int = 0) -> Any:
+def unfold_tensor_split(call: OpCall, dim: int = 0) -> Any:
     """Write `tensor_split` as a split with sizes. dim: the dimension, if the operation does not say it."""
     value, where = call.args[:2]
     dim = min(call.named().get("dim", dim), call.metas[0].ndim - 1)  # `hsplit` splits the only dimension of a vector
@@ -324,7 +324,7 @@ def unfold_tensor_split(call: Call, dim: int = 0) -> Any:
     return tuple(call.emit("getitem", parts, index, part="_part") for index in range(len(sizes)))
 
 
-def unfold_one_hot(call: Call) -> Ref | None:
+def unfold_one_hot(call: OpCall) -> Ref | None:
     """Write `one_hot` with a number of classes as a comparison with all of them."""
     value, classes = call.args[0], call.named()["num_classes"]
     if not isinstance(classes, int) or classes < 0:
@@ -334,7 +334,7 @@ def unfold_one_hot(call: Call) -> Ref | None:
     return call.emit("aten.to.dtype", call.emit("aten.eq.Tensor", column, numbers, part="_equal"), torch.int64)
 
 
-def unfold_any_or_all(call: Call) -> Ref:
+def unfold_any_or_all(call: OpCall) -> Ref:
     """Write `any` and `all` as a comparison of the number of values that decide, those unlike or like zero, with 0."""
     values, some = call.named(), call.op.startswith("aten.any.")
     dims = values.get("dim")
@@ -344,7 +344,7 @@ def unfold_any_or_all(call: Call) -> Ref:
     return call.emit("aten.gt.Scalar" if some else "aten.eq.Scalar", count, 0)
 
 
-def unfold_bucketize(call: Call) -> Ref | None:
+def unfold_bucketize(call: OpCall) -> Ref | None:
     """Write `bucketize` as the number of boundaries that are at most a value, or less than it."""
     values = call.named()
     if values["out_int32"]:
@@ -355,7 +355,7 @@ def unfold_bucketize(call: Call) -> Ref | None:
     return call.emit("aten.sum.dim_IntList", above, (-1,))
 
 
-def unfold_nan_to_num(call: Call) -> Ref | None:
+def unfold_nan_to_num(call: OpCall) -> Ref | None:
     """Write `nan_to_num` as three masks."""
     values = call.named()
     value, dtype = values["self"], call.metas[0].dtype
@@ -370,7 +370,7 @@ def unfold_nan_to_num(call: Call) -> Ref | None:
     return call.emit("aten.masked_fill.Scalar", value, mask, values["nan"] or 0.0)
 
 
-def unfold_cosine(call: Call) -> Ref:
+def unfold_cosine(call: OpCall) -> Ref:
     """Write a cosine similarity as a sum of products of normalised values."""
     values, shares = call.named(), []
     dim = values["dim"]
@@ -383,7 +383,7 @@ def unfold_cosine(call: Call) -> Ref:
     return call.emit("aten.sum.dim_IntList", product, (dim,))
 
 
-def unfold_logsumexp(call: Call) -> Ref:
+def unfold_logsumexp(call: OpCall) -> Ref:
     """Write log(sum(exp(x))) with the largest value subtracted before and added after, unless it is infinite."""
     values = call.named()
     value, dims, keep = values["self"], values["dim"], values["keepdim"]
@@ -398,7 +398,7 @@ def unfold_logsumexp(call: Call) -> Ref:
     return result if keep else call.emit("aten.squeeze.dims", result, dims)
 
 
-def unfold_scatter(call: Call) -> Ref | None:
+def unfold_scatter(call: OpCall) -> Ref | None:
     """Cut the values of a scatter to the shape of the index, because ONNX does not take more of them."""
     value, dim, index, source = call.args
     places, written = call.metas[2:]
@@ -409,31 +409,31 @@ def unfold_scatter(call: Call) -> Ref | None:
     return call.emit(call.op, value, dim, index, source) if dims else None
 
 
-def _of_all(op: str) -> Callable[[Call], Ref]:
+def _of_all(op: str) -> Callable[[OpCall], Ref]:
     """Return a rewrite of a reduction of all dimensions as one that names them."""
     return lambda call: call.emit(op, call.args[0], tuple(range(call.metas[0].ndim)))
 
 
-def _masked(call: Call) -> Ref:
+def _masked(call: OpCall) -> Ref:
     """Write a masked fill with a tensor as a choice."""
     value, mask, fill = call.args
     return call.emit("aten.where.self", mask, fill, value)
 
 
-def _spelled(op: str, *last: Arg) -> Callable[[Call], Ref]:
+def _spelled(op: str, *last: Arg) -> Callable[[OpCall], Ref]:
     """Return a rewrite that emits the operation as `op`, with the arguments `last` after its own."""
     return lambda call: call.emit(op, *call.args, *last, **call.kwargs)
 
 
-def _reversed(call: Call) -> Ref:
+def _reversed(call: OpCall) -> Ref:
     """Write `x.T` as a permutation."""
     return call.emit("aten.permute.default", call.args[0], tuple(reversed(range(call.metas[0].ndim))))
 
 
-def _corrected(op: str) -> Callable[[Call], Ref]:
+def _corrected(op: str) -> Callable[[OpCall], Ref]:
     """Return a rewrite of a variance or standard deviation that turns `unbiased` into a correction of 1 or 0."""
 
-    def spelled(call: Call) -> Ref:
+    def spelled(call: OpCall) -> Ref:
         values = call.named()
         correction = int(values["unbiased"])
         return call.emit(op, values["self"], values["dim"], correction=correction, keepdim=values["keepdim"])
@@ -441,7 +441,7 @@ def _corrected(op: str) -> Callable[[Call], Ref]:
     return spelled
 
 
-def _floored(call: Call) -> Ref:
+def _floored(call: OpCall) -> Ref:
     """Write a division of tensors that rounds down with the rounding as an argument."""
     return call.emit("aten.div.Tensor_mode", *call.args, rounding_mode="floor")
 
@@ -463,7 +463,7 @@ _ALIASES = {
 }
 # Each function returns the replacement of an operation (a tuple of references for an operation with several results),
 # or None to keep the operation as it is.
-UNFOLDED: Mapping[str, Callable[[Call], Any]] = {
+UNFOLDED: Mapping[str, Callable[[OpCall], Any]] = {
     **{f"aten.{name}": _spelled(f"aten.{other}") for name, other in _ALIASES.items()},
     **dict.fromkeys(("aten.mT.default", "aten.mH.default"), _spelled("aten.transpose.int", -2, -1)),  # values are real
     "aten.adjoint.default": _spelled("aten.transpose.int", -2, -1),

@@ -19,11 +19,11 @@ from torch.utils import _pytree as pytree
 
 from adalog.device import full_float32
 from adalog.errors import CaptureError, ProgramError
-from adalog.graph.canonical import PARAMETERS, UNFOLDED, Call, canonical
+from adalog.graph.canonical import PARAMETERS, UNFOLDED, OpCall, canonical
 from adalog.graph.exported import ONE_SIZE, WITHOUT_IT, at, exported, place_of_node, run_on, shapes_of
 from adalog.graph.modules import float_module
 from adalog.graph.operations import FLOAT_PRODUCTS, OPERATIONS, PADS, PLACEMENT, aten
-from adalog.graph.program import Arg, Node, Output, Program, Ref, given_leaves, leaves_of
+from adalog.graph.program import Arg, ModelOutput, Node, Program, Ref, given_leaves, leaves_of
 from adalog.graph.sizes import rule_of
 
 TOLERANCE = 1e-4  # largest allowed difference between program and model, as a fraction of the largest output
@@ -287,7 +287,7 @@ class _Importer:
         """Import an operation that writes to no argument, by its rewrite if it has one."""
         if op in UNFOLDED:
             metas, meta_kwargs = fx.map_arg((node.args, dict(node.kwargs)), _meta)
-            instead = UNFOLDED[op](Call(op, args, kwargs, metas, meta_kwargs, partial(self._emit, node)))
+            instead = UNFOLDED[op](OpCall(op, args, kwargs, metas, meta_kwargs, partial(self._emit, node)))
             if instead is not None:
                 return instead
         return self._emit(node, op, *args, **kwargs)
@@ -459,7 +459,7 @@ def _root(node: fx.Node) -> fx.Node:
 
 
 def _structure(flat: Sequence[Arg], spec: Any) -> Any:
-    """Return the model's output structure with a `Ref` per tensor; named outputs of any class become an `Output`."""
+    """Return the model's output structure with a `Ref` per tensor; any named outputs become a `ModelOutput`."""
     if spec.is_leaf():
         return flat[0]
     children, start = [], 0
@@ -476,7 +476,7 @@ def _structure(flat: Sequence[Arg], spec: Any) -> Any:
     if not isinstance(keys, list) or len(keys) != len(children) or not all(isinstance(key, str) for key in keys):
         return tuple(children)
     named = dict(zip(keys, children, strict=True))
-    return named if spec.type is dict else Output(named)
+    return named if spec.type is dict else ModelOutput(named)
 
 
 def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:

@@ -74,7 +74,7 @@ class Node:
         return self.mapped(lambda ref: Ref(names.get(ref.name, ref.name)))
 
 
-class Output(dict[str, Any]):
+class ModelOutput(dict[str, Any]):
     """A model's named outputs, which can also be read as attributes."""
 
     def __getattr__(self, name: str) -> Any:

@@ -72,7 +72,7 @@ def rule_of(
     relied = [sympy.Eq(symbol, _as_known(sizes[place]).xreplace(named)) for symbol, place in places.items()]
     environment = next(size for size in sizes.values() if isinstance(size, torch.SymInt)).node.shape_env
     asked = [guard.expr.xreplace(named) for guard in environment.guards if _is_asked_by_the_model(guard)]
-    writer = _Writer(places)
+    writer = _SizeWriter(places)
     output = tuple(writer.guard(guard) for guard in _needed([*asked, *relied]))
     return Program(tuple(inputs), tuple(writer.nodes), output, {}).pruned() if output else None
 
@@ -147,7 +147,7 @@ def _told(expression: Any) -> str:
     return str(expression)
 
 
-class _Writer:
+class _SizeWriter:
     """Writer of sympy's expressions of sizes as operations of a program, each expression once.
 
     places: the input and the dimension whose size each symbol is.

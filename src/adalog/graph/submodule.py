@@ -23,7 +23,7 @@ _CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """The arguments and the output of one call of a module, without the values of its tensors.
 
     names: the names of all arguments, including each member of lists, tuples and dicts. constants: the arguments that
@@ -62,7 +62,7 @@ class Call:
         return pytree.tree_unflatten(leaves_of(output), self.output)
 
 
-def _call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, Inputs]:
+def _call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[ModuleCall, Inputs]:
     """Return a call, with defaults but without its output, and the tensors among its arguments."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -70,11 +70,11 @@ def _call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str
     leaves = {path[0].key + pytree.keystr(path[1:]): value for path, value in found}  # type: ignore[attr-defined]
     constants = {name: value for name, value in leaves.items() if not isinstance(value, Tensor)}
     tensors = tuple(value for value in leaves.values() if isinstance(value, Tensor))
-    return Call(signature, tuple(leaves), constants, structure), tensors
+    return ModuleCall(signature, tuple(leaves), constants, structure), tensors
 
 
 @torch.no_grad()
-def record_calls(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) -> tuple[Call, list[Inputs]]:
+def record_calls(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) -> tuple[ModuleCall, list[Inputs]]:
     """Run `within(*inputs)`, and return how it calls the module `model`, with the tensors of each call.
 
     Calls on values of the same sizes are joined into one call: (N, ...) and (M, ...) become (N + M, ...).
@@ -110,13 +110,13 @@ def record_calls(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) 
     return calls[0], _joined(name, given)
 
 
-def _recorded(model: nn.Module, within: nn.Module, inputs: Sequence[Any]) -> tuple[list[Call], list[Inputs]]:
+def _recorded(model: nn.Module, within: nn.Module, inputs: Sequence[Any]) -> tuple[list[ModuleCall], list[Inputs]]:
     """Run `within(*inputs)`, and return each call of the module `model`, and the tensors of each call.
 
     Raises CalibrationError if the run fails before the first call.
     """
     signature = inspect.signature(model.forward)
-    calls: list[Call] = []
+    calls: list[ModuleCall] = []
     given: list[Inputs] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -163,7 +163,7 @@ def _joined(name: str, calls: list[Inputs]) -> list[Inputs]:
     return calls
 
 
-def as_function(model: nn.Module, call: Call, calls: int) -> nn.Module:
+def as_function(model: nn.Module, call: ModuleCall, calls: int) -> nn.Module:
     """Return the module as a function of the tensors of several calls, which returns a tuple of their outputs.
 
     calls: the number of calls; with one, the function returns the output itself. It shares the module's parameters.
@@ -185,7 +185,7 @@ def as_function(model: nn.Module, call: Call, calls: int) -> nn.Module:
     return function
 
 
-def _identifiers(call: Call) -> Iterator[str]:
+def _identifiers(call: ModuleCall) -> Iterator[str]:
     """Yield the names of a call's tensors as Python identifiers: x, maps_0, maps_fine."""
     taken = set[str]()
     for name in call.inputs:

@@ -2,11 +2,11 @@
 
 from adalog.report.measured import Losses, read_bench, read_evaluation, read_sensitivity
 from adalog.report.page import comparison, report
-from adalog.report.sites import Subject, examine
+from adalog.report.sites import ReportData, examine
 
 __all__ = [
     "Losses",
-    "Subject",
+    "ReportData",
     "comparison",
     "examine",
     "read_bench",

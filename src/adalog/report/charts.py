@@ -8,7 +8,7 @@ import torch
 from markupsafe import Markup
 from torch import Tensor
 
-from adalog.report.sites import Axis, Operand, SiteFacts
+from adalog.report.sites import Axis, OperandFacts, SiteFacts
 
 SQNR_STEPS = (30, 25, 20, 15, 10)  # [dB]; limits between the shades of cells
 SHARE_STEPS = (0.005, 0.01, 0.02, 0.05, 0.1)  # limits between the shades, as fractions of the sum of all losses
@@ -113,7 +113,7 @@ def _tail(text: str, most: int) -> str:
 # --- operands --------------------------------------------------------------------------------------------------------
 
 
-def operand_picture(operand: Operand, name: str) -> Markup:
+def operand_picture(operand: OperandFacts, name: str) -> Markup:
     """Draw the codes of a weight, or the levels of an activation over its values, if they are known."""
     if operand.weight is not None:
         counts = operand.code_counts

@@ -30,7 +30,7 @@ from adalog.report.charts import (
     short,
 )
 from adalog.report.measured import MEASURES, Losses
-from adalog.report.sites import Operand, SiteFacts, Subject
+from adalog.report.sites import OperandFacts, ReportData, SiteFacts
 
 # Columns of the tables of sites: (key in the page's JSON, heading, True for numbers).
 _COLUMNS = (
@@ -65,7 +65,7 @@ _FORMS = {"number": "d", "sqnr": ".1f", "fixops": ",.2f", "bytes": ",d", "loss":
 
 
 def report(
-    subject: Subject,
+    subject: ReportData,
     *,
     sensitivity: Losses | None = None,
     evaluation: dict[str, Any] | None = None,
@@ -107,7 +107,7 @@ def report(
     )
 
 
-def comparison(first: Subject, second: Subject, *, sensitivity: Losses | None = None) -> bytes:
+def comparison(first: ReportData, second: ReportData, *, sensitivity: Losses | None = None) -> bytes:
     """Return the page that compares two artifacts, as UTF-8; the same input gives the same bytes."""
     subjects = (first, second)
     both = [_rows(subject, sensitivity) for subject in subjects]
@@ -147,7 +147,7 @@ def _shown(columns: Sequence[tuple[str, str, bool]], sensitivity: Losses | None)
     return [column for column in columns if sensitivity is not None or not column[0].startswith("loss")]
 
 
-def _rows(subject: Subject, sensitivity: Losses | None) -> list[dict[str, Any]]:
+def _rows(subject: ReportData, sensitivity: Losses | None) -> list[dict[str, Any]]:
     """Return the sites as rows of the page's JSON."""
     return [
         {
@@ -163,7 +163,7 @@ def _rows(subject: Subject, sensitivity: Losses | None) -> list[dict[str, Any]]:
     ]
 
 
-def _told(subject: Subject, sensitivity: Losses | None, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _told(subject: ReportData, sensitivity: Losses | None, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the values about a file that both pages show."""
     quantized, described = subject.quantized, artifact.describe(subject.quantized)
     known = [row for row in rows if row["sqnr"] is not None]
@@ -203,7 +203,7 @@ def _why_float(site: SiteFacts) -> str:
     return f"the settings give its {' and '.join(sides)} operand {FLOAT_BITS} bits"
 
 
-def _operand(side: str, operand: Operand, site: SiteFacts, sensitivity: Losses | None) -> dict[str, Any]:
+def _operand(side: str, operand: OperandFacts, site: SiteFacts, sensitivity: Losses | None) -> dict[str, Any]:
     """Return the facts and the picture of an operand."""
     facts = []
     if operand.quantizer is not None:
@@ -247,7 +247,7 @@ def _is_of_demo(preprocessing: Any) -> bool:
         return False
 
 
-def _command(subject: Subject) -> str | None:
+def _command(subject: ReportData) -> str | None:
     """Return the command that made the file, as far as the file records it; None if no method has its settings."""
     config, told = subject.quantized.config, subject.quantized.provenance
     method = _method(config)

@@ -59,7 +59,7 @@ class Axis:
 
 
 @dataclass
-class Seen:
+class ValueHistogram:
     """The values of an operand on some images: counts per bar of its axis, and the least and the greatest value."""
 
     axis: Axis
@@ -74,7 +74,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Operand:
+class OperandFacts:
     """One operand of a site.
 
     kind: "weight", "activation", "softmax" or "input".
@@ -89,7 +89,7 @@ class Operand:
     bits: int | None = None
     quantizer: Quantizer | None = None
     weight: QuantizedTensor | None = None
-    seen: Seen | None = None
+    seen: ValueHistogram | None = None
 
     @property
     def code_counts(self) -> Tensor:
@@ -122,15 +122,15 @@ class SiteFacts:
     """
 
     row: LedgerRow
-    left: Operand
-    right: Operand
+    left: OperandFacts
+    right: OperandFacts
     block: int = 0
     macs: int = 0
     fixops: float = 0.0
     weight_bytes: int = 0
 
     @property
-    def operands(self) -> tuple[Operand, Operand]:
+    def operands(self) -> tuple[OperandFacts, OperandFacts]:
         return self.left, self.right
 
     @property
@@ -140,7 +140,7 @@ class SiteFacts:
 
 
 @dataclass(frozen=True)
-class Subject:
+class ReportData:
     """A file with everything that a report shows.
 
     images: the number of images for the histograms of activations.
@@ -166,7 +166,7 @@ def examine(
     quantized: QuantizedProgram,
     images: Tensor | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Subject:
+) -> ReportData:
     """Collect everything that a report shows about an artifact.
 
     name: name of the file. content: its bytes. quantized: the program in it.
@@ -183,10 +183,10 @@ def examine(
         raise ArtifactError(
             f"{name} holds a program that a report cannot show ({one_line(cause)}); make it with `adalog quantize`"
         ) from cause
-    return Subject(name, content, quantized, spent, sites, 0 if images is None else len(images))
+    return ReportData(name, content, quantized, spent, sites, 0 if images is None else len(images))
 
 
-def _facts(quantized: QuantizedProgram, spent: Cost, seen: Mapping[str, Seen]) -> tuple[SiteFacts, ...]:
+def _facts(quantized: QuantizedProgram, spent: Cost, seen: Mapping[str, ValueHistogram]) -> tuple[SiteFacts, ...]:
     """Return the rows of the ledger with facts from the program.
 
     seen: values by the name of the quantizer.
@@ -202,15 +202,15 @@ def _facts(quantized: QuantizedProgram, spent: Cost, seen: Mapping[str, Seen]) -
     read_by = {node.name: node.args[1] for node in program.nodes if node.op == FAKE_QUANTIZE}
     found = {_ledger_name(site.name): site for site in find_sites(plain)}
 
-    def operand(kind: str, words: str, name: str) -> Operand:
+    def operand(kind: str, words: str, name: str) -> OperandFacts:
         quantizer = quantizers.get(name)
         bits = FLOAT_BITS if quantizer is None else quantizer.bits
-        return Operand(kind, words, bits, quantizer, program.weights.get(name), seen.get(read_by.get(name, "")))
+        return OperandFacts(kind, words, bits, quantizer, program.weights.get(name), seen.get(read_by.get(name, "")))
 
     def facts(row: LedgerRow) -> SiteFacts:
         kinds, site = operand_kinds(row.role, row.source), found.get(row.site)
         if site is None:  # the ledger of a file may name any site
-            return SiteFacts(row, Operand(kinds[0], row.left), Operand(kinds[1], row.right))
+            return SiteFacts(row, OperandFacts(kinds[0], row.left), OperandFacts(kinds[1], row.right))
         names = [ref.name for ref in nodes[site.node.name].args[:2]]
         left, right = (operand(*each) for each in zip(kinds, (row.left, row.right), names, strict=True))
         rows = [each for call in site.calls for each in costs.get(call.name, [])]
@@ -227,10 +227,12 @@ def _ledger_name(name: str) -> str:
     return base.removesuffix(".weight") if copied else name
 
 
-def _observed(quantized: QuantizedProgram, images: Tensor, progress: Callable[[int], None] | None) -> dict[str, Seen]:
+def _observed(
+    quantized: QuantizedProgram, images: Tensor, progress: Callable[[int], None] | None
+) -> dict[str, ValueHistogram]:
     """Return the values that each quantizer of the program reads, by its name."""
     program = quantized.program
-    found = {name: Seen(Axis.of(quantizer)) for name, quantizer in program.quantizers.items()}
+    found = {name: ValueHistogram(Axis.of(quantizer)) for name, quantizer in program.quantizers.items()}
 
     def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
         if node.op == FAKE_QUANTIZE:

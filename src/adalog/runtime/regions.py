@@ -44,7 +44,7 @@ def fuse(program: Program, apart: Mapping[str, Any]) -> tuple[Program, dict[str,
             runs.append((inside, [], set(later)))
         runs[-1][1].insert(0, node)
         later |= set(node.refs())
-    kernels: dict[str, _Compiled] = {}
+    kernels: dict[str, _LazyModule] = {}
     nodes: list[Node] = []
     for inside, run, read in reversed(runs):
         if not inside or not any(node.name in steps for node in run):
@@ -104,7 +104,7 @@ def _inputs(nodes: list[Node]) -> list[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Compiled:
+class _LazyModule:
     """A module that is compiled by its first call. That call takes time, and fails without a compiler."""
 
     module: nn.Module
@@ -117,7 +117,7 @@ class _Compiled:
         return torch.compile(self.module, fullgraph=True, options=_OPTIONS)
 
 
-def _kernel(nodes: list[Node], results: list[str], steps: dict[str, Any], kernels: dict[str, _Compiled]) -> Kernel:
+def _kernel(nodes: list[Node], results: list[str], steps: dict[str, Any], kernels: dict[str, _LazyModule]) -> Kernel:
     """Return the function that computes these results of a region. kernels: the kernels so far, by their code."""
     graph = fx.Graph()
     values = {name: graph.placeholder(f"x{i}") for i, name in enumerate(_inputs(nodes))}
@@ -139,7 +139,7 @@ def _kernel(nodes: list[Node], results: list[str], steps: dict[str, Any], kernel
             values[node.name] = graph.call_function(resolve(node.op), args, kwargs)
     graph.output(tuple(values[name] for name in results))
     module = fx.GraphModule(nn.Module(), graph)
-    kernel = kernels.setdefault(module.code, _Compiled(module))
+    kernel = kernels.setdefault(module.code, _LazyModule(module))
     return lambda *args: kernel(*args, *tensors)
 
 

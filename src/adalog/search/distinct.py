@@ -14,7 +14,7 @@ from adalog.device import waits_for_launches
 
 
 @dataclass(frozen=True)
-class Distinct:
+class DistinctCandidates:
     """The distinct candidates among K, in each group.
 
     points: (k, P, *groups); a group with fewer than k distinct candidates is padded with its first candidate.
@@ -27,7 +27,7 @@ class Distinct:
     place: Tensor
 
     @staticmethod
-    def of(points: Tensor) -> "Distinct":
+    def of(points: Tensor) -> "DistinctCandidates":
         """Find the distinct candidates among points (K, P, *groups).
 
         Only float32 points of one or two hyperparameters are compared; all other points count as distinct.
@@ -36,7 +36,7 @@ class Distinct:
         if count == 1 or dims > 2 or points.dtype != torch.float32:
             counts = torch.full(groups, count, device=points.device)
             places = torch.arange(count, device=points.device).view(-1, *(1 for _ in groups))
-            return Distinct(points, counts, places.expand(count, *groups))
+            return DistinctCandidates(points, counts, places.expand(count, *groups))
         bits = points.reshape(count, dims, -1).permute(1, 2, 0).contiguous().view(torch.int32).to(torch.int64)
         key = bits[0] if dims == 1 else (bits[0] << 32) + bits[1]  # (G, K)
         order = torch.from_numpy(np.argsort(key.numpy(), 1))  # by NumPy, because its vectorized sort is faster
@@ -47,7 +47,7 @@ class Distinct:
         first = rank.new_zeros(len(rank), int(counts.max())).scatter_(1, rank, order)
         place = torch.empty_like(rank).scatter_(1, order, rank)
         index = first.t().reshape(-1, 1, *groups).expand(-1, dims, *groups)
-        return Distinct(points.gather(0, index), counts.view(groups), place.t().reshape(count, *groups))
+        return DistinctCandidates(points.gather(0, index), counts.view(groups), place.t().reshape(count, *groups))
 
     def to_all(self, losses: Tensor) -> Tensor:
         """Return the losses (K, *groups) of all candidates, given the losses (k, *groups) of the distinct ones."""
@@ -63,7 +63,7 @@ def once(loss: Callable[[Tensor], Tensor], settled: Callable[[Tensor], Tensor]) 
     def scored(points: Tensor) -> Tensor:
         if waits_for_launches(points.device):
             return loss(settled(points))
-        found = Distinct.of(settled(points))
+        found = DistinctCandidates.of(settled(points))
         return found.to_all(loss(found.points))
 
     return scored

@@ -1,9 +1,9 @@
 """Forms of a product's error: formulas for the loss of an operand's quantization error, exact or faster.
 
 A product left @ right has rows e of Q(left) - left, and the quantized right operand W = right_hat. With r the row of
-left @ (right_hat - right), the loss of a row is ||e W + r||^2 (`Exact`). Multiplied out, it needs only the Gram matrix
-G = W W^T (`Gram`). `Leading` and `Rooted` replace G, and are off by one constant in each group, which moves no
-candidate. Each of them also serves as the loss of some of the rows (`Sample`).
+left @ (right_hat - right), the loss of a row is ||e W + r||^2 (`ExactForm`). Multiplied out, it needs only the Gram
+matrix G = W W^T (`GramForm`). `LeadingForm` and `RootForm` replace G, and are off by one constant in each group, which
+moves no candidate. Each of them also serves as the loss of some of the rows (`Sample`).
 """
 
 import math
@@ -21,7 +21,7 @@ from adalog.quantizers.quantiles import coprime
 
 # A product with fewer columns than this takes less time than the rounding of its operand to bfloat16.
 _NARROW = 16
-# `Leading` has one direction per `_COLUMNS_OF_DIRECTION` columns, but `_DIRECTIONS` at most.
+# `LeadingForm` has one direction per `_COLUMNS_OF_DIRECTION` columns, but `_DIRECTIONS` at most.
 _COLUMNS_OF_DIRECTION, _DIRECTIONS = 3, 512
 # A large Gram matrix is computed in panels of at least `_PANEL` rows, and in at most `_PANELS` panels.
 _PANEL, _PANELS = 64, 8
@@ -68,52 +68,53 @@ class Form(ABC):
 
 
 @dataclass(frozen=True)
-class Exact(Form):
+class ExactForm(Form):
     """The loss ||e W + r||^2, with factor = W and base = r."""
 
     @staticmethod
-    def of(left: Tensor, right: Tensor, right_hat: Tensor) -> "Exact":
-        return Exact(right_hat, error_base(left, right, right_hat))
+    def of(left: Tensor, right: Tensor, right_hat: Tensor) -> "ExactForm":
+        return ExactForm(right_hat, error_base(left, right, right_hat))
 
     def losses(self, error: Tensor, own_dims: Sequence[int]) -> Tensor:
         return sums(products(error, self.factor), self.base, None, own_dims)
 
-    def columns(self, stride: int) -> "Exact":
+    def columns(self, stride: int) -> "ExactForm":
         """Return the loss of every `stride`-th column of the product."""
-        return Exact(*(value[..., ::stride].contiguous() for value in (self.factor, self.base)))
+        return ExactForm(*(value[..., ::stride].contiguous() for value in (self.factor, self.base)))
 
 
 @dataclass(frozen=True)
-class Gram(Form):
+class GramForm(Form):
     """The loss e G e^T + 2 b e^T + c, with factor = G = W W^T, base = b = r W^T, and constant = c, the sum of ||r||^2.
 
-    It equals `Exact` and takes less time if W has more columns than rows. c stays that of all rows in a part of them.
+    It equals `ExactForm` and takes less time if W has more columns than rows. c stays that of all rows in a part of
+    them.
     """
 
     constant: Tensor
 
     @staticmethod
-    def of(left: Tensor, right: Tensor, right_hat: Tensor, own_dims: tuple[int, ...]) -> "Gram":
+    def of(left: Tensor, right: Tensor, right_hat: Tensor, own_dims: tuple[int, ...]) -> "GramForm":
         if left.shape[-2] < left.shape[-1]:
             rest = error_base(left, right, right_hat)
-            return Gram(gram_matrix(right_hat), rest @ right_hat.mT, _total(rest.square(), own_dims))
+            return GramForm(gram_matrix(right_hat), rest @ right_hat.mT, _total(rest.square(), own_dims))
         error, wide = right_hat - right, left.double()  # few columns: multiply right operands first
         power = gram_matrix(error).double()
         constant = _total((wide @ power).mul_(wide), own_dims).to(left.dtype)  # large values of `left` may cancel
-        return Gram(gram_matrix(right_hat), left @ (error @ right_hat.mT), constant)
+        return GramForm(gram_matrix(right_hat), left @ (error @ right_hat.mT), constant)
 
     def losses(self, error: Tensor, own_dims: Sequence[int]) -> Tensor:
         return sums(products(error, self.factor), self.base, error, own_dims) + self.constant
 
-    def map(self, rows: Change = same, matrices: Change = same, groups: Change = same) -> "Gram":
+    def map(self, rows: Change = same, matrices: Change = same, groups: Change = same) -> "GramForm":
         return replace(super().map(rows, matrices), constant=groups(self.constant))
 
     def in_bfloat16(self) -> "Form":
-        return Rooted.of(self).in_bfloat16()
+        return RootForm.of(self).in_bfloat16()
 
 
 @dataclass(frozen=True)
-class Rooted(Form):
+class RootForm(Form):
     """The loss ||e F + b F^-T||^2 with a root of the Gram matrix, G = F F^T: factor = F and base = b F^-T.
 
     Its products may be rounded to bfloat16. If G itself were rounded, it might have directions of negative power, along
@@ -121,7 +122,7 @@ class Rooted(Form):
     """
 
     @staticmethod
-    def of(gram: Gram) -> "Rooted":
+    def of(gram: GramForm) -> "RootForm":
         """Return the form for the root of a Gram matrix by Cholesky's factorization.
 
         Many equal rows, as in blank images, leave more rounding noise in G than the factorization tolerates. The root
@@ -139,14 +140,14 @@ class Rooted(Form):
             base = torch.linalg.solve_triangular(root.mT, base.double(), upper=True, left=False).to(base.dtype)
         else:
             base = base @ torch.linalg.solve_triangular(root.mT, ones, upper=True).to(base.dtype)
-        return Rooted(root.to(gram.factor.dtype), base)
+        return RootForm(root.to(gram.factor.dtype), base)
 
     def losses(self, error: Tensor, own_dims: Sequence[int]) -> Tensor:
         return sums(products(error, self.factor), self.base, None, own_dims)
 
 
 @dataclass(frozen=True)
-class Leading(Form):
+class LeadingForm(Form):
     """The loss ||e F + b F^+T||^2 + sum_i d_i e_i^2 + 2 (b - b F^+T F^T) e^T, with F the leading directions of G.
 
     factor: F, with F F^T close to G. base: b F^+T.
@@ -159,7 +160,7 @@ class Leading(Form):
     remainder: Tensor
 
     @staticmethod
-    def of(gram: Gram) -> "Leading":
+    def of(gram: GramForm) -> "LeadingForm":
         """Find the leading directions of a Gram matrix by one step of subspace iteration.
 
         There is one direction for every `_COLUMNS_OF_DIRECTION` columns, up to `_DIRECTIONS`.
@@ -174,18 +175,18 @@ class Leading(Form):
         length = torch.maximum(power, (power[..., -1:] * number.eps).clamp(min=number.tiny)).sqrt().unsqueeze(-2)
         factor, base = directions * length, (gram.base @ directions) / length
         diagonal = (matrix.diagonal(dim1=-2, dim2=-1) - factor.square().sum(-1)).clamp(min=0).unsqueeze(-2)
-        return Leading(factor.contiguous(), base, diagonal, gram.base - base @ factor.mT)
+        return LeadingForm(factor.contiguous(), base, diagonal, gram.base - base @ factor.mT)
 
     def losses(self, error: Tensor, own_dims: Sequence[int]) -> Tensor:
         total = sums(products(error, self.factor), self.base, None, own_dims)
         total += sums(error * self.diagonal, self.remainder, error, own_dims)
         return total
 
-    def map(self, rows: Change = same, matrices: Change = same, groups: Change = same) -> "Leading":
+    def map(self, rows: Change = same, matrices: Change = same, groups: Change = same) -> "LeadingForm":
         part = super().map(rows, matrices)
         return replace(part, diagonal=matrices(self.diagonal), remainder=rows(self.remainder))
 
-    def in_bfloat16(self) -> "Leading":
+    def in_bfloat16(self) -> "LeadingForm":
         return replace(self, factor=self.factor.bfloat16(), diagonal=self.diagonal.bfloat16())
 
 

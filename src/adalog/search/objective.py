@@ -20,8 +20,8 @@ from adalog.device import chunk_elements, waits_for_launches
 from adalog.quantizers import Errors, at_least_float32
 from adalog.quantizers.elementwise import kernels
 from adalog.quantizers.quantiles import ascending, thinned
-from adalog.search.distinct import Distinct
-from adalog.search.forms import Change, Exact, Form, Gram, Leading, Sample, gains_from_bfloat16, same
+from adalog.search.distinct import DistinctCandidates
+from adalog.search.forms import Change, ExactForm, Form, GramForm, LeadingForm, Sample, gains_from_bfloat16, same
 
 # A sample has at least this many elements per group, and at least as many rows as the caller asks for.
 _ROUGH_ELEMENTS = 3 << 14
@@ -77,7 +77,7 @@ class ProductError:
         own = tuple(own_dims)
         left, right, right_hat = (at_least_float32(value) for value in (left, right, right_hat))  # squares overflow
         gram = right.shape[-1] > left.shape[-1] if gram is None else gram
-        form = Gram.of(left, right, right_hat, own) if gram else Exact.of(left, right, right_hat)
+        form = GramForm.of(left, right, right_hat, own) if gram else ExactForm.of(left, right, right_hat)
         return ProductError(left, form, own, mask, alike, stacked)
 
     def fast(self) -> "ProductError":
@@ -96,7 +96,7 @@ class ProductError:
             columns = self.form.factor.shape[-1]
             tokens = self.left[..., 0, 0].numel() // groups * columns
             stride = min(tokens // (times * max(rows, 1)), columns // _COLUMNS)
-            if isinstance(self.form, Exact) and stride >= 2 and not self._of_weight:
+            if isinstance(self.form, ExactForm) and stride >= 2 and not self._of_weight:
                 return replace(self, form=self.form.columns(stride))
             return self
         stride = self.left[..., 0].numel() // groups // (times * max(rows, _ROUGH_ELEMENTS // self.left.shape[-1]))
@@ -110,9 +110,9 @@ class ProductError:
 
         If there are few columns or no Gram matrix, the result is the error itself.
         """
-        if not isinstance(self.form, Gram) or not self._of_weight or self.left.shape[-1] < _WIDE:
+        if not isinstance(self.form, GramForm) or not self._of_weight or self.left.shape[-1] < _WIDE:
             return self
-        return replace(self, form=Leading.of(self.form))
+        return replace(self, form=LeadingForm.of(self.form))
 
     def _part(self, rows: Change, matrices: Change = same, groups: Change = same) -> "ProductError":
         """Return the error of a part of the operand. The arguments are those of `Form.map`."""
@@ -187,7 +187,7 @@ class ProductError:
         def loss(points: Tensor) -> Tensor:
             if waits_for_launches(points.device):
                 return whole(settled(points))
-            found = Distinct.of(settled(points))
+            found = DistinctCandidates.of(settled(points))
             if not by_rows or int(found.counts.min()) == len(found.points):
                 return found.to_all(whole(found.points))
             losses = points.new_zeros(len(found.points), len(self.left))

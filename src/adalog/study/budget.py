@@ -61,7 +61,7 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BitAllocation:
     """Bits for each kind of operand by the name of the unit, and their total cost."""
 
     widths: Mapping[str, Mapping[OperandKind, int]]
@@ -84,11 +84,11 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class BudgetedModel:
     """A model within a budget: its plan, and the bytes and BOPs counted on the model itself."""
 
     model: QuantizedModel
-    plan: Plan
+    plan: BitAllocation
     bytes: int
     bops: int
 
@@ -101,7 +101,7 @@ def quantize_within(
     resources: Resources = SERIAL,
     *,
     notes: Mapping[str, Any] | None = None,
-) -> Chosen:
+) -> BudgetedModel:
     """Return the model with the least predicted loss within a budget, calibrated as a whole with the chosen widths.
 
     Sites that the config pins and operands that it leaves float do not change. The bytes and BOPs of the model are
@@ -138,7 +138,7 @@ class _Maker:
     notes: Mapping[str, Any]
     resources: Resources
 
-    def made(self, plan: Plan, config: Config) -> Chosen:
+    def made(self, plan: BitAllocation, config: Config) -> BudgetedModel:
         """Quantize by a plan under this config, with or without its stages."""
         pins = plan.pinned(self.found.units, config)
         name = hashlib.sha256(repr((pins, config.stages)).encode()).hexdigest()[:8]
@@ -146,7 +146,7 @@ class _Maker:
         model = self.calibration.quantize(choices, self.resources.named(name))
         told = {"limits": asdict(self.budget), "foretold": plan.totals.loss}
         model.note(**self.notes, budget={**told, "measure": self.found.measure, "judged": self.found.images})
-        return Chosen(model, plan, *taken(model))
+        return BudgetedModel(model, plan, *taken(model))
 
 
 def taken(model: QuantizedModel) -> tuple[int, int]:
@@ -154,7 +154,7 @@ def taken(model: QuantizedModel) -> tuple[int, int]:
     return len(artifact.encoded(model.quantized)), cost(model.program, model.example).bops
 
 
-def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, int], extra: Totals) -> Chosen:
+def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, int], extra: Totals) -> BudgetedModel:
     """Return the model with the least predicted loss within a budget, if its stages will add `extra` to the cost."""
     plain, beside, best = replace(maker.config, stages=()), None, None
     for _ in range(_TRIES):
@@ -189,7 +189,7 @@ def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, i
     return best
 
 
-def _within(chosen: Chosen, budget: Budget) -> bool:
+def _within(chosen: BudgetedModel, budget: Budget) -> bool:
     return chosen.bytes <= (budget.bytes or math.inf) and chosen.bops <= (budget.bops or math.inf)
 
 
@@ -220,7 +220,7 @@ def _bytes_beside(calibration: Calibration) -> float:
     return others + scales + _HEADER_PER_SITE * len(calibration.sites)
 
 
-def _narrowest(found: Sensitivity, fixed: Mapping[OperandKind, int]) -> Plan:
+def _narrowest(found: Sensitivity, fixed: Mapping[OperandKind, int]) -> BitAllocation:
     """Return the plan with the fewest bytes and, among plans of equal size, the fewest BOPs."""
     options = [_options(found, unit, fixed) for unit in found.units]
     picked = [min(mine, key=lambda each: (each.totals.bytes, each.totals.bops)) for mine in options]
@@ -235,7 +235,7 @@ def choose(
     budget: Budget,
     fixed: Mapping[OperandKind, int] | None = None,
     beside: Totals | None = None,
-) -> Plan:
+) -> BitAllocation:
     """Return the widths with the least predicted loss within a budget; with a limit of loss, the cheapest widths.
 
     The cheapest widths have the least sum of bytes and BOPs, each relative to the cost of the widest operands.
@@ -265,9 +265,9 @@ def choose(
     return _plan(found, [mine[index] for mine, index in zip(options, chosen, strict=True)])
 
 
-def _plan(found: Sensitivity, picked: Sequence["_Option"]) -> Plan:
+def _plan(found: Sensitivity, picked: Sequence["_Option"]) -> BitAllocation:
     loss, size, bops = (sum(getattr(each.totals, name) for each in picked) for name in ("loss", "bytes", "bops"))
-    return Plan(
+    return BitAllocation(
         {unit.name: each.bits for unit, each in zip(found.units, picked, strict=True)}, Totals(size, bops, loss)
     )
 

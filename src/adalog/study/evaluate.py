@@ -22,7 +22,7 @@ from adalog.graph.stretches import peak_bytes
 from adalog.graph.tracing import trace
 from adalog.inputs.images import ImageSet, Preprocessing
 from adalog.quantized import QuantizedProgram
-from adalog.ranks import JSON, Coded
+from adalog.ranks import JSON, Codec
 
 Z95 = 1.959964  # quantile of the normal distribution for a two-sided 95 % interval
 # Images per batch on a processor; few, so that the many temporaries of a quantized forward stay in the cache. On an
@@ -110,7 +110,7 @@ def predict(
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedImages:
     """Images that are read and prepared for a model on request; tensors are already prepared."""
 
     images: Tensor | ImageSet
@@ -136,7 +136,7 @@ def in_batches(
     resources: Resources = SERIAL,
     *,
     batch: int = BATCH,
-    coded: Coded[T] = JSON,
+    coded: Codec[T] = JSON,
 ) -> list[T]:
     """Return the results of `make` for each batch of images, in order.
 
@@ -329,11 +329,11 @@ def tally(answers: Tensor, labels: Tensor | Sequence[int] | None = None, referen
     return Tally(count, hits, five, agreeing, kl, int((before & ~right).sum()), int((right & ~before).sum()))
 
 
-_TALLIES: Coded[list[Tally]] = Coded(
+_TALLIES: Codec[list[Tally]] = Codec(
     lambda tallies: json.dumps([asdict(each) for each in tallies]).encode(),
     lambda _, content: [Tally(**each) for each in json.loads(content)],
 )
-_TENSORS: Coded[list[Tensor]] = Coded(
+_TENSORS: Codec[list[Tensor]] = Codec(
     lambda tensors: safetensors.torch.save({f"{number:06}": each.contiguous() for number, each in enumerate(tensors)}),
     lambda _, content: [each for _, each in sorted(safetensors.torch.load(content).items())],
 )
@@ -351,10 +351,10 @@ class Contest:
     networks: Sequence[Callable[[Tensor], Any]]
     alone: Sequence[bool]
     device: torch.device | None = None
-    support: tuple[Prepared, Tensor] | None = None
+    support: tuple[PreparedImages, Tensor] | None = None
     _turn: Any = field(default_factory=Lock, init=False, repr=False)
 
-    def tallies(self, images: Prepared, labels: Tensor | None, resources: Resources = SERIAL) -> list[Tally]:
+    def tallies(self, images: PreparedImages, labels: Tensor | None, resources: Resources = SERIAL) -> list[Tally]:
         """Return one tally per network; the first network is also compared with the second one, if there is one.
 
         labels: (N,). Progress counts images, the support images first.

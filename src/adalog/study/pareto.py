@@ -15,13 +15,13 @@ from adalog.calibration.partial import fingerprint
 from adalog.calibration.schedule import SERIAL, Resources
 from adalog.config import Config
 from adalog.errors import DataError
-from adalog.finished import Finished
+from adalog.finished import FinishedParts
 from adalog.graph.program import Program, refs_of
 from adalog.model import QuantizedModel, quickest
-from adalog.ranks import Coded
+from adalog.ranks import Codec
 from adalog.study.budget import Budget, quantize_within, taken
 from adalog.study.drawing import COLOURS, TEXT, add_legend, new_figure
-from adalog.study.evaluate import Contest, Prepared, in_batches, predict, tally
+from adalog.study.evaluate import Contest, PreparedImages, in_batches, predict, tally
 from adalog.study.sensitivity import Measure, Sensitivity, loss_of, loss_terms
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _point_of(name: str, told: Any) -> Point | None:
     return point
 
 
-_POINTS: Coded[Point | None] = Coded(
+_POINTS: Codec[Point | None] = Codec(
     lambda point: json.dumps(None if point is None else asdict(point)).encode(),
     lambda name, content: _point_of(name, json.loads(content)),
 )
@@ -82,7 +82,7 @@ def curve(
     judged: Tensor,
     resources: Resources = SERIAL,
     *,
-    labelled: tuple[Prepared, Tensor] | None = None,
+    labelled: tuple[PreparedImages, Tensor] | None = None,
     count: int = BUDGETS,
     notes: dict[str, Any] | None = None,
 ) -> list[Point]:
@@ -102,7 +102,7 @@ def curve(
     if len(widths) < 2:
         raise DataError(f"the sensitivity has only rows at {widths[0]} bits: measure two widths or more")
     partial, ranks, alone = resources.partial, resources.ranks, replace(resources, partial=None, progress=None)
-    judge = _Judge(found.measure, judged, predict(model, judged, jobs=resources.jobs), labelled, alone)
+    judge = _CurveEvaluator(found.measure, judged, predict(model, judged, jobs=resources.jobs), labelled, alone)
     shares = np.linspace(0, 1, count + 1)[1:].tolist()  # the narrowest width leaves no choice
     names = [*(f"{width} bits for all" for width in widths), *(f"budget {share}" for share in shares)]
     lines = None
@@ -110,7 +110,7 @@ def curve(
         made_of = fingerprint((found.to_json(), count), [("judged", judged), ("expected", judge.expected)])
         labels = "" if labelled is None else _told(*labelled)
         named = f"{calibration.fingerprint(config)} {made_of} {labels}"
-        lines = Finished(partial, named, "points", ranks.rank).alone()
+        lines = FinishedParts(partial, named, "points", ranks.rank).alone()
     points: dict[str, Point | None] = {}
     if lines is not None:
         with lines.refusing():
@@ -157,7 +157,7 @@ def check_output(program: Program) -> None:
         )
 
 
-def _told(prepared: Prepared, labels: Tensor) -> str:
+def _told(prepared: PreparedImages, labels: Tensor) -> str:
     """Return a fingerprint of labelled images; files count by their paths."""
     images, tensors = prepared.images, [("labels", labels)]
     if isinstance(images, Tensor):
@@ -166,7 +166,7 @@ def _told(prepared: Prepared, labels: Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class _Judge:
+class _CurveEvaluator:
     """Evaluates the models of a curve.
 
     expected: the outputs of the full-precision model on the images `judged`.
@@ -175,7 +175,7 @@ class _Judge:
     measure: Measure
     judged: Tensor
     expected: Tensor
-    labelled: tuple[Prepared, Tensor] | None
+    labelled: tuple[PreparedImages, Tensor] | None
     resources: Resources
 
     def point(self, quantized: QuantizedModel, chosen: bool, width: float, size: int, bops: int) -> Point:

@@ -23,7 +23,7 @@ from adalog.calibration.schedule import SERIAL, Resources
 from adalog.calibration.values import Values
 from adalog.config import Config
 from adalog.errors import DataError
-from adalog.finished import Finished
+from adalog.finished import FinishedParts
 from adalog.graph.operations import PRODUCTS
 from adalog.graph.program import Program, refs_of
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
@@ -31,7 +31,7 @@ from adalog.graph.sites import find_source
 from adalog.graph.tracing import size_in_bytes
 from adalog.inputs.refusals import refusal
 from adalog.quantizers import FLOAT_BITS, Assignment, QuantizedTensor, UniformQuantizer, bounds_to_uniform
-from adalog.ranks import Coded
+from adalog.ranks import Codec
 from adalog.search.bounds import Search
 from adalog.search.product import Product
 from adalog.stored import is_whole
@@ -220,11 +220,11 @@ def sensitivity(
     widths = sorted(set(widths))
     if not widths or not all(is_whole(width, 2, 8) for width in widths):
         raise ValueError(f"widths = {widths} are not whole numbers from 2 to 8")
-    judge = _Judge(calibration.program, judged, measure, memory)
+    judge = _ChangeEvaluator(calibration.program, judged, measure, memory)
     groups, units = _groups(calibration.groups, config), units_of(calibration, config, judged)
     partial, ranks = resources.partial, resources.ranks
     named = "" if partial is None else _fingerprint(calibration, config, judge, judged)
-    lines = None if partial is None else Finished(partial, named, "rows", ranks.rank).alone()
+    lines = None if partial is None else FinishedParts(partial, named, "rows", ranks.rank).alone()
     rows = {} if lines is None else {name: _row_of(lines, name, units) for name in lines.found}
     operands = [(name, kind) for name, unit in units.items() for kind in unit.operands]
     rows = ranks.agreed([_key(*operand, width) for operand in operands for width in widths], rows, _ROWS)
@@ -383,7 +383,7 @@ def _row(told: Mapping[str, Any]) -> Row:
     return Row(told["unit"], told["operand"], told["bits"], float(told["loss"]), tuple(told["widths"]))
 
 
-def _row_of(lines: Finished, name: str, units: Mapping[str, Unit]) -> Row:
+def _row_of(lines: FinishedParts, name: str, units: Mapping[str, Unit]) -> Row:
     with lines.refusing():
         told = lines.found[name]
         row = _row(told)
@@ -392,14 +392,14 @@ def _row_of(lines: Finished, name: str, units: Mapping[str, Unit]) -> Row:
         return row
 
 
-def _fingerprint(calibration: Calibration, config: Config, judge: "_Judge", judged: Sequence[Tensor]) -> str:
+def _fingerprint(calibration: Calibration, config: Config, judge: "_ChangeEvaluator", judged: Sequence[Tensor]) -> str:
     return f"{calibration.fingerprint(replace(config, stages=()))} {judge.measure} {digest(judged)}"
 
 
-_ROWS: Coded[Row] = Coded(lambda row: json.dumps(asdict(row)).encode(), lambda _, content: _row(json.loads(content)))
+_ROWS: Codec[Row] = Codec(lambda row: json.dumps(asdict(row)).encode(), lambda _, content: _row(json.loads(content)))
 
 
-class _Judge:
+class _ChangeEvaluator:
     """Evaluates changed models, starting from the float model's values on the evaluation images."""
 
     def __init__(self, program: Program, judged: Sequence[Tensor], measure: Measure | None, memory: int):

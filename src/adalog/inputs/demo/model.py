@@ -26,7 +26,7 @@ class ConvStem(nn.Module):
         return self.conv3(x).flatten(2).transpose(1, 2)
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -52,11 +52,11 @@ class Mlp(nn.Module):
         return self.fc2(F.gelu(self.fc1(x)))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=1e-6)
-        self.attn = Attention(width, heads)
+        self.attn = SelfAttention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=1e-6)
         self.mlp = Mlp(width, 4 * width)
 
@@ -76,7 +76,7 @@ class DemoViT(nn.Module):
         super().__init__()
         self.patch_embed: nn.Module = ConvStem(embed_dim=width)
         self.pos_embed = nn.Parameter(torch.zeros(1, 64, width))
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(depth)))
         self.fc_norm = nn.LayerNorm(width, eps=1e-6)
         self.head = nn.Linear(width, classes)
 

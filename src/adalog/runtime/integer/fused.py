@@ -30,7 +30,7 @@ class LinearChain:
         return results
 
 
-class Attention:
+class FusedAttention:
     """Q K^T, its scaling, the softmax over the last dimension, an encoder and A V, which run some images at a time."""
 
     def __init__(self, scores: BatchedProduct, factor: float, encoder: DigitEncoder, product: BatchedProduct):
@@ -63,7 +63,7 @@ class Attention:
 
 
 def fuse(program: Program, steps: Mapping[str, Any]) -> tuple[Program, dict[str, Any]]:
-    """Return the program with a `LinearChain` or an `Attention` in place of several steps, wherever one fits.
+    """Return the program with a `LinearChain` or an `FusedAttention` in place of several steps, wherever one fits.
 
     steps: the functions of the program's encoders and products, by the name of their node.
     """
@@ -132,7 +132,7 @@ def _fuse_attention(
     per_image = any(scale.ndim > 3 and len(scale) > 1 for scale in (*step.site.scales, *product.site.scales))
     if not encoder.by_value or not step.is_single or per_image:
         return
-    steps[last.name] = Attention(step, scaling.args[1] if scaling is not None else 1.0, encoder, product)
+    steps[last.name] = FusedAttention(step, scaling.args[1] if scaling is not None else 1.0, encoder, product)
     nodes[last.name] = replace(last, args=(*node.args[:2], last.args[1]))
     for gone in filter(None, (node, scaling, softmax, encode)):
         del nodes[gone.name]

@@ -9,14 +9,14 @@ from torch import Tensor
 CHUNK = 1 << 16  # elements per piece of an elementwise step on a CPU, so that its temporaries stay in the cache
 
 
-class _Scratch(threading.local):
+class _ThreadScratch(threading.local):
     """The scratch memory of one thread: the largest block so far for each name, type and device."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
 
-_scratch = _Scratch()
+_scratch = _ThreadScratch()
 
 
 def scratch(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -47,7 +47,7 @@ def copy(static: Any, value: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Call:
+class PlanCall:
     """One call of a plan, for the step that computes the value `step`.
 
     operation: the name of a kernel or of an operation. run: makes the call, and returns None or the status of a kernel.
@@ -132,7 +132,7 @@ class Layout:
     def __init__(self, context: abi.Context):
         self._context = context
         self.arena = Arena()
-        self.calls: list[Call] = []
+        self.calls: list[PlanCall] = []
         self.alive: list[Any] = []
         self.step = ""
         self.scratch: list[Tensor] = []
@@ -145,7 +145,7 @@ class Layout:
     def call(self, kernel: str, arguments: ctypes.Structure) -> None:
         """Add a call of a kernel."""
         self.alive.append(arguments)
-        self.calls.append(Call(self.step, kernel, self._context.bind(kernel, arguments), arguments))
+        self.calls.append(PlanCall(self.step, kernel, self._context.bind(kernel, arguments), arguments))
 
     def call_numpy(self, operation: str, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Add an operation that NumPy runs, with its result in `out`. Return False if NumPy does not run it."""
@@ -162,11 +162,11 @@ class Layout:
     def _floats(self, operation: str, out: Tensor, *args: Any) -> None:
         """Add a call of an operation in `FLOATS`."""
         run = functools.partial(FLOATS[operation], *(_as_arrays(each) for each in (out, *args)))
-        self.calls.append(Call(self.step, operation, run, (out, args)))
+        self.calls.append(PlanCall(self.step, operation, run, (out, args)))
 
     def call_torch(self, operation: str, run: Callable[[], None]) -> None:
         """Add an operation that torch runs."""
-        self.calls.append(Call(self.step, operation, run, None))
+        self.calls.append(PlanCall(self.step, operation, run, None))
 
     def take_scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Take memory until the end of the current step."""

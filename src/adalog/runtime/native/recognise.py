@@ -260,7 +260,7 @@ class _Recogniser:
         )
         self._replace([scores, *found.between, left], step)
 
-    def _scores(self, node: Node) -> "_Scores | None":
+    def _scores(self, node: Node) -> "_ScoreProduct | None":
         """Return the product of queries and keys whose softmax is the left operand of a product, or None.
 
         Only multiplications by constants, additions of constants and reshapes may lie between that product and the
@@ -300,7 +300,7 @@ class _Recogniser:
         if of[:-2] != flow.shapes[node.name].shape[:-2] or int(entries_of(site.left).max()) > 255:
             return None
         line = _line_of(flow, each.name, chain)
-        return None if line is None else _Scores(each, *line, [*(link.name for link in chain), softmax.name])
+        return None if line is None else _ScoreProduct(each, *line, [*(link.name for link in chain), softmax.name])
 
     # --- codes -------------------------------------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ def _activation(flow: Flow, name: str) -> tuple[str, list[str], Callable[[Tensor
 
 
 @dataclass(frozen=True)
-class _Scores:
+class _ScoreProduct:
     """The product of queries and keys, with the factor and bias up to the softmax as in `AttentionStep`.
 
     between: the names of the values after the product, up to and including the softmax.

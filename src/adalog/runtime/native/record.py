@@ -36,7 +36,7 @@ def record(plan: Plan, artifact: str, batch: int) -> tuple[dict[str, Any], Tenso
     odd = [leaf for leaf in leaves_of(program.output) if not _is_batched(plan, leaf, batch)]
     if odd:
         raise ArtifactError(f"the output {odd[0]} is not a tensor with a row for each of {batch} images")
-    memory = _Memory(plan)
+    memory = _AddressMap(plan)
     weights: dict[int, int] = {}  # by pointer: the number of the weight
     entries: list[Any] = []
     for each in plan.functions.values():
@@ -78,7 +78,7 @@ def _is_batched(plan: Plan, leaf: Any, batch: int) -> bool:
     return isinstance(value, Tensor) and value.shape[:1] == (batch,)
 
 
-def _output(program: Program, given: Any, plan: Plan, memory: "_Memory") -> Any:
+def _output(program: Program, given: Any, plan: Plan, memory: "_AddressMap") -> Any:
     """Return the structure of the output, with views in place of values."""
     if isinstance(given, dict):
         return {"dict": [[key, _output(program, item, plan, memory)] for key, item in given.items()]}
@@ -88,13 +88,13 @@ def _output(program: Program, given: Any, plan: Plan, memory: "_Memory") -> Any:
     return memory.view(plan.results[given.name])
 
 
-def _argument(given: Any, memory: "_Memory") -> Any:
+def _argument(given: Any, memory: "_AddressMap") -> Any:
     if isinstance(given, (tuple, list)):
         return [_argument(each, memory) for each in given]
     return memory.view(given) if isinstance(given, Tensor) else given
 
 
-def _fields(structure: ctypes.Structure, memory: "_Memory", weights: dict[int, int], number: int | None) -> Any:
+def _fields(structure: ctypes.Structure, memory: "_AddressMap", weights: dict[int, int], number: int | None) -> Any:
     """Return the fields of a structure that are not zero. number: the input that its data lies in, or None."""
     found: dict[str, Any] = {}
     for name, kind, *_ in structure._fields_:
@@ -113,7 +113,7 @@ def _fields(structure: ctypes.Structure, memory: "_Memory", weights: dict[int, i
     return found
 
 
-class _Memory:
+class _AddressMap:
     """The place of each address, in the work, which calls write, or in the constants.
 
     work: the bytes of the work. fills: [offset in the work, offset in the constants, bytes] to copy before the first
