@@ -45,10 +45,10 @@ import torch
 from torch import Tensor, nn
 
 from adalog import Calibration, Config, Correction, QuantizedModel, Reconstruction, Resources
-from adalog.calibration.compensate import corrected
+from adalog.calibration.compensate import correct
 from adalog.calibration.importance import row_weights
 from adalog.calibration.partial import Partial, fingerprint
-from adalog.calibration.reconstruct import reconstructed
+from adalog.calibration.reconstruct import reconstruct
 from adalog.choices import Fitting
 from adalog.device import default_memory
 from adalog.files import write_whole
@@ -200,7 +200,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         assert isinstance(choices, Correction)
         program = calibration.program
         weights = row_weights(program, calibration.images, calibration.groups, choices.importance, seed)
-        assigned = corrected(
+        assigned = correct(
             program, drawn, assigned, choices, weights, memory=_MEMORY, partial=done, progress=stage.progress
         )
         return assigned, stage.seconds()
@@ -213,7 +213,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         running, drawn = staged(f"{bits}-{stage}-{images}-{seed}"), [case.drawn(images, seed)]
         choices, done = choices_of(stage, images), running.partial(drawn[0])
         assert isinstance(choices, Reconstruction)
-        found = reconstructed(
+        found = reconstruct(
             *(program, drawn, start, choices, Resources(progress=running.progress)),
             seed=seed,
             memory=_MEMORY,

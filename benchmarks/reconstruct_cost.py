@@ -88,7 +88,7 @@ def time_steps(
         next(taken)
     wait()
     seconds = time.perf_counter() - begun
-    recorded = block._replay is not None and block._replay.recorded
+    recorded = block._replay is not None and block._replay.is_recorded
     return {"batch": batch, "ms_per_step": round(1000 * seconds / steps, 2), "recorded": recorded}
 
 

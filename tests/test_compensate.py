@@ -17,15 +17,15 @@ from adalog.calibration import compensate
 from adalog.calibration.compensate import (
     Moments,
     _form,
-    _held_out,
+    _held_out_mask,
     _in_turn,
     _least_squares,
     _swept,
     _target,
     _weights_of_rows,
-    chosen_ridge,
-    corrected,
-    rounded,
+    choose_ridge,
+    correct,
+    round_codes,
     rows_of,
 )
 from adalog.calibration.judge import logit_error
@@ -125,10 +125,10 @@ def test_the_ridge_is_the_one_that_serves_other_rows():
     start, true = normal(1, 4, 12, seed=1), normal(1, 4, 12, seed=2)
     many, others = correlated(4000, 12, seed=3)[None], correlated(500, 12, seed=4)[None]
     held = Moments.of(others, others @ true.mT)
-    assert chosen_ridge(Moments.of(many, many @ true.mT), held, start) < 1e-3
+    assert choose_ridge(Moments.of(many, many @ true.mT), held, start) < 1e-3
     few = normal(1, 13, 12, seed=5)
     noise = Moments.of(few, few @ start.mT + 3 * normal(1, 13, 4, seed=6))
-    assert chosen_ridge(noise, Moments.of(others, others @ start.mT), start) >= 1
+    assert choose_ridge(noise, Moments.of(others, others @ start.mT), start) >= 1
 
 
 @pytest.mark.parametrize("definite", [True, False])
@@ -147,7 +147,7 @@ def test_the_ridge_has_the_least_error_of_all(definite):
     failed = torch.linalg.cholesky_ex(compensate._with_ridge(inside, 1e-4 * compensate._variance(inside))).info.any()
     assert bool(failed) != definite
     errors = {ridge: float(outside.error(_target(inside, start, ridge)).sum()) for ridge in compensate._RIDGES}
-    assert chosen_ridge(fit, other, start) == min(errors, key=errors.get)
+    assert choose_ridge(fit, other, start) == min(errors, key=errors.get)
 
 
 # --- the codes -------------------------------------------------------------------------------------------------------
@@ -197,9 +197,9 @@ def test_codes_come_close_to_the_best_of_all():
 def test_blocks_of_inputs_change_nothing(block, monkeypatch):
     x, target, quantizer = correlated(400, 150), normal(1, 3, 150, seed=5), levels(1, 3)
     form = (x.T @ x + 0.1 * torch.eye(150).double())[None]
-    codes, found = rounded(target, form, quantizer)
+    codes, found = round_codes(target, form, quantizer)
     monkeypatch.setattr(compensate, "_BLOCK", block)
-    others, other = rounded(target, form, quantizer)
+    others, other = round_codes(target, form, quantizer)
     assert torch.equal(codes, others)
     torch.testing.assert_close(found.scale, other.scale, rtol=1e-9, atol=0)
 
@@ -212,7 +212,7 @@ def test_compiled_codes_are_those_of_the_loop(shape, monkeypatch):
 
     def run():
         codes = _in_turn(target, form, quantizer)
-        found, fitted = rounded(target, form, quantizer)
+        found, fitted = round_codes(target, form, quantizer)
         return codes, _swept(target, form, codes, quantizer), found, fitted.scale
 
     results = []
@@ -267,9 +267,9 @@ def test_scales_are_the_least_squares_of_the_codes():
 def test_grouped_rows_are_chosen_apart():
     x, target, quantizer = normal(2, 40, 5), normal(2, 3, 5, seed=1), levels(2, 3)
     form = x.mT @ x
-    together = rounded(target, form, quantizer)
+    together = round_codes(target, form, quantizer)
     for group in range(2):
-        alone = rounded(target[group : group + 1], form[group : group + 1], levels(1, 3))
+        alone = round_codes(target[group : group + 1], form[group : group + 1], levels(1, 3))
         assert torch.equal(alone[0][0], together[0][group])
         assert torch.allclose(alone[1].scale[0], together[1].scale[group])
 
@@ -281,9 +281,9 @@ def test_a_fit_hardly_waits_for_a_device():
 
     def fit(x, y, start, weights, quantizer):
         inside, outside = (Moments.of(x[:, part], y[:, part], weights[part]) for part in (slice(60), slice(60, 90)))
-        ridge = chosen_ridge(inside, outside, start)
+        ridge = choose_ridge(inside, outside, start)
         target, (form, _) = _target(inside, start, ridge), _form(inside, 0.1)
-        codes, found = rounded(target, form, quantizer)
+        codes, found = round_codes(target, form, quantizer)
         return ridge, codes, found.scale * compensate._gain(inside, target, inside.y / inside.count)
 
     ridge, codes, scale = fit(x, y, start, weights, quantizer)
@@ -316,7 +316,7 @@ def searched(tiny, pool):
 @pytest.fixture(scope="module")
 def fitted(pool, searched):
     calibration, before = searched
-    return corrected(calibration.program, [pool[:24]], before, STAGE)
+    return correct(calibration.program, [pool[:24]], before, STAGE)
 
 
 def distance(model, reference, images):
@@ -350,7 +350,7 @@ def test_rows_are_those_of_the_product(tiny, pool, searched, kind):
 def test_it_is_the_same_within_a_memory(pool, searched, fitted):
     """The values of one image at a time; sums of float32 differ in the last bits, and later codes with them."""
     calibration, before = searched
-    some = corrected(calibration.program, [pool[:24]], before, STAGE, memory=600_000)
+    some = correct(calibration.program, [pool[:24]], before, STAGE, memory=600_000)
     for (group, one), (_, other) in zip(fitted, some, strict=True):
         if one.bias is not None and not group.name.startswith(("blocks.1", "head")):
             tolerance = 0.02 if group.name.startswith("patch_embed") else 0.5
@@ -370,9 +370,9 @@ def test_both_networks_come_in_the_same_batches_at_any_memory(fast):
     images = torch.randn(96, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     calibration = Calibration(model, images[:8])
     assigned = calibration.assign(replace(fast, images=8))
-    whole = corrected(calibration.program, [images], assigned, Correction())
+    whole = correct(calibration.program, [images], assigned, Correction())
     for memory in range(2_000_000, 5_600_000, 300_000):
-        found = corrected(calibration.program, [images], assigned, Correction(), memory=memory)
+        found = correct(calibration.program, [images], assigned, Correction(), memory=memory)
         for (_, one), (_, other) in zip(whole, found, strict=True):
             assert one.sqnr == pytest.approx(other.sqnr, abs=0.3)
 
@@ -387,7 +387,9 @@ def test_no_more_images_are_read_than_give_enough_rows(pool, searched, monkeypat
     counts = []
     for least in (1, 6 * 256, 2**18):  # an image gives 256 rows
         monkeypatch.setattr(compensate, "_ROWS", least)
-        seen = compensate._seen(floats, quantized, pieces[1].value_in, assigned[1][0], rewritten(program, assigned), {})
+        seen = compensate._collect_moments(
+            floats, quantized, pieces[1].value_in, assigned[1][0], rewritten(program, assigned), {}
+        )
         counts.append(seen.fit.count + seen.held.count)
     assert counts == [5 * 256, 10 * 256, 24 * 256]
 
@@ -406,7 +408,7 @@ def test_a_stream_is_fitted_to_what_it_lacks(pool, searched):
     start = next(piece.value_in for piece in pieces if group.first.node.name in piece.nodes)
     floats = Values(program, [pool[:24]], blocks=pieces)
     quantized = Values(rewritten(program, before), [pool[:24]], blocks=pieces, like=floats)
-    seen = compensate._seen(floats, quantized, start, group, rewritten(program, before), {}, stream)
+    seen = compensate._collect_moments(floats, quantized, start, group, rewritten(program, before), {}, stream)
     values = [{}, {}]
     for each, found in zip((program, rewritten(program, before)), values, strict=True):
         each.run([pool[:24]], lambda node, args, result, found=found: found.update({node.name: result}))
@@ -421,7 +423,7 @@ def test_a_stream_is_fitted_to_what_it_lacks(pool, searched):
 def test_a_corrected_stream_is_nearer_to_the_float_one(tiny, pool, searched):
     calibration, before = searched
     choices = replace(STAGE, target="stream")
-    after = corrected(calibration.program, [pool[:24]], before, choices)
+    after = correct(calibration.program, [pool[:24]], before, choices)
     plain, better = (QuantizedModel(calibration.build_program(each, LOW)) for each in (before, after))
     assert distance(better, tiny, pool[:24]) < 0.7 * distance(plain, tiny, pool[:24])
     with pytest.raises(ValueError, match="target = 'block' is not one of output, stream"):
@@ -439,7 +441,7 @@ def test_what_has_no_codes_stays(searched, fitted):
 @pytest.mark.parametrize("images", [1, 3, 5])
 def test_few_images_are_enough(pool, searched, images):
     calibration, before = searched
-    for _, found in corrected(calibration.program, [pool[:images]], before, Correction(images)):
+    for _, found in correct(calibration.program, [pool[:images]], before, Correction(images)):
         assert found.bias is None or bool(torch.isfinite(found.bias).all())
 
 
@@ -452,7 +454,7 @@ def test_inputs_that_never_change_move_the_bias_alone():
     for ridge in (0.1, math.inf):
         target = _target(centred, start, ridge, floor)
         assert torch.allclose(target, start, atol=0.02)
-        codes, quantizer = rounded(target, _form(centred, 0.1, floor)[0], levels(1, 3))
+        codes, quantizer = round_codes(target, _form(centred, 0.1, floor)[0], levels(1, 3))
         assert bool(torch.isfinite(quantizer.dequantize(codes)).all())
 
 
@@ -460,7 +462,7 @@ def test_a_weight_with_fewer_rows_than_inputs_is_not_fitted(searched, pool, monk
     """The head reads one row per image: 8 rows do not determine its weights, so only its codes and bias change."""
     monkeypatch.setattr(compensate, "output_errors", lambda *given: [{"kl": 1.0}, {"kl": 0.0}])
     calibration, before = searched
-    after = corrected(calibration.program, [pool[:8]], before, Correction(8, compensate=False))
+    after = correct(calibration.program, [pool[:8]], before, Correction(8, compensate=False))
     for (group, one), (_, other) in zip(before, after, strict=True):
         if group.name == "head":
             weight = calibration.program.tensors[group.first.right]
@@ -500,7 +502,7 @@ def test_held_rows_are_those_of_whole_images(searched, dim):
     group = next(group for group in searched[0].groups if group.first.role == "linear")
     images = torch.arange(8.0).unflatten(0, (8, 1) if dim == 0 else (1, 8))[..., None]
     values = images.expand(*(8 if index == dim else 5 for index in range(2)), 3)
-    held = _held_out(group, values, (dim, 1), 0, 40)
+    held = _held_out_mask(group, values, (dim, 1), 0, 40)
     assert set(values[..., 0].flatten()[held].tolist()) == {3.0, 7.0}
     assert int(held.sum()) == 10
 
@@ -514,11 +516,11 @@ def test_pieces_of_a_batch_may_hold_parts_of_images(monkeypatch):
     calibration = Calibration(frames.eval(), images[:8], unlabelled=images)
     before = calibration.assign(LOW)
     seen = []
-    original = compensate.chosen_ridge
-    monkeypatch.setattr(compensate, "chosen_ridge", lambda *given: seen.append(given[1].count) or original(*given))
-    whole = corrected(calibration.program, [images], before, STAGE)
+    original = compensate.choose_ridge
+    monkeypatch.setattr(compensate, "choose_ridge", lambda *given: seen.append(given[1].count) or original(*given))
+    whole = correct(calibration.program, [images], before, STAGE)
     monkeypatch.setattr(compensate, "_PATCHES", 1)
-    apart = corrected(calibration.program, [images], before, STAGE)
+    apart = correct(calibration.program, [images], before, STAGE)
     assert seen == [6 * 2 * 4, 6 * 2] * 2  # rows of every fourth image
     for (_, one), (_, other) in zip(whole, apart, strict=True):
         assert torch.equal(one.right.codes, other.right.codes)
@@ -528,7 +530,7 @@ def test_a_correction_that_makes_the_whole_model_worse_changes_nothing(pool, sea
     calibration, before = searched
     before_and_after = [{"kl": 1.0}, {"kl": 0.5, "relative": 1.0}]
     monkeypatch.setattr(compensate, "output_errors", lambda *given: before_and_after)
-    after = corrected(calibration.program, [pool[:6]], before, Correction(6, compensate=False))
+    after = correct(calibration.program, [pool[:6]], before, Correction(6, compensate=False))
     assert all(one is other for (_, one), (_, other) in zip(before, after, strict=True))
 
 
@@ -547,7 +549,7 @@ def test_a_value_without_images_is_quantized_wherever_it_is_read():
     images = torch.randn(12, 6, 8)
     calibration = Calibration(model, images)
     choices = Correction(compensate=False, robust=False)
-    found = corrected(calibration.program, [images], calibration.assign(LOW), choices)
+    found = correct(calibration.program, [images], calibration.assign(LOW), choices)
     values = [{}, {}]
     for program, seen in zip((calibration.program, rewritten(calibration.program, found)), values, strict=True):
         program.run([images], lambda node, args, value, seen=seen: seen.update({node.name: value}))
@@ -580,7 +582,7 @@ def test_moments_count_rows_by_their_weight(pool, searched):
     weight = torch.rand(1, shape[1], 1, generator=torch.Generator().manual_seed(0)).expand(6, -1, 1)
     for batch in (2, 6):
         floats.batch = quantized.batch = batch
-        seen = compensate._seen(floats, quantized, start, group, program, {group.nodes[0]: weight})
+        seen = compensate._collect_moments(floats, quantized, start, group, program, {group.nodes[0]: weight})
         assert (seen.fit.rows, seen.held.rows) == (5 * shape[1], shape[1])
         assert seen.held.count == pytest.approx(float(weight[0].sum()), rel=1e-5)
         assert seen.fit.count == pytest.approx(5 * float(weight[0].sum()), rel=1e-5)
@@ -610,7 +612,7 @@ def linear_and_moments(pool, searched):
     start = next(piece.value_in for piece in pieces if group.nodes[0] in piece.nodes)
     program = rewritten(calibration.program, before)
     floats, quantized = (Values(each, [pool[:24]], blocks=pieces) for each in (calibration.program, program))
-    seen = compensate._seen(floats, quantized, start, group, program, {})
+    seen = compensate._collect_moments(floats, quantized, start, group, program, {})
     weight = torch.cat([calibration.program.tensors[site.right] for site in group.sites])
     return group, assignment, assignment.fold.weight(weight), seen
 
@@ -620,7 +622,7 @@ def test_means_move_as_far_as_weights(pool, searched, coefficient):
     """From those of the float weight on the quantized inputs to those of the float network."""
     program = searched[0].program
     group, assignment, weight, seen = linear_and_moments(pool, searched)
-    after = compensate._refitted(program, group, assignment, seen, Correction(coefficient=coefficient))
+    after = compensate._refit(program, group, assignment, seen, Correction(coefficient=coefficient))
     mean_x, mean_y = (seen.fit + seen.held).means()
     mean_x, mean_y = mean_x[0] + seen.origin[0][0], mean_y[0] + seen.origin[1][0]
     bias = torch.cat([program.tensors[site.bias] for site in group.sites]).double()
@@ -637,7 +639,7 @@ def test_means_move_as_far_as_weights(pool, searched, coefficient):
 def test_very_wide_weights_keep_their_assignments(pool, searched, monkeypatch):
     calibration, before = searched
     monkeypatch.setattr(compensate, "_INPUTS", 30)
-    after = corrected(calibration.program, [pool[:8]], before, Correction(robust=False))
+    after = correct(calibration.program, [pool[:8]], before, Correction(robust=False))
     widths = {
         group.name: calibration.program.tensors[group.first.right][0].numel()
         for group, _ in before
@@ -668,7 +670,7 @@ def test_a_coefficient_of_zero_leaves_the_weight(pool, searched):
     right = getattr(assignment.right, "quantizer", assignment.right)
     nearest = compensate.with_codes(right, weight)
     found = [
-        compensate._refitted(
+        compensate._refit(
             *(searched[0].program, group, replace(assignment, right=right), seen),
             replace(STAGE, compensate=False, coefficient=coefficient),
         )
@@ -682,7 +684,7 @@ def test_a_coefficient_of_zero_leaves_the_weight(pool, searched):
 @pytest.mark.slow
 def test_without_ridge_and_compensation_only_the_bias_changes(pool, searched):
     calibration, before = searched
-    after = corrected(calibration.program, [pool[:24]], before, Correction(24, ridge=False, compensate=False))
+    after = correct(calibration.program, [pool[:24]], before, Correction(24, ridge=False, compensate=False))
     for (_, one), (_, other) in zip(before, after, strict=True):
         if other.bias is not None and hasattr(one.right, "codes"):
             assert torch.equal(one.right.codes, other.right.codes)

@@ -9,7 +9,7 @@ import torch
 import zoo
 from adalog import Calibration, Config
 from adalog.baselines import Evolution
-from adalog.baselines.evolution import evolve, info_nce, mutated
+from adalog.baselines.evolution import evolve, info_nce, mutate
 from adalog.graph.rewrite import rewritten
 from adalog.quantizers import UniformQuantizer
 from problems import uniform_of
@@ -44,16 +44,16 @@ def test_mutants_lie_within_the_radius():
     quantizer = UniformQuantizer(scale, torch.full_like(scale, 3), 4)
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
-        child = mutated(quantizer, None, generator)
+        child = mutate(quantizer, None, generator)
         assert bool((child.scale > 0).all())
         assert bool(((child.scale - scale).abs() <= 1e-3).logical_or(child.scale <= 1e-3 - scale).all())
         assert torch.equal(child.zero_point, quantizer.zero_point)
     wide = replace(quantizer, scale=torch.ones(500, 1, dtype=torch.float64))
-    moves = {bits: mutated(replace(wide, bits=bits), None, generator).scale - 1 for bits in (4, 8)}
+    moves = {bits: mutate(replace(wide, bits=bits), None, generator).scale - 1 for bits in (4, 8)}
     for bits, radius in ((4, 1e-3), (8, 1e-4)):
         assert 0.95 * radius < float(moves[bits].abs().max()) <= radius * (1 + 1e-9)
         assert abs(float(moves[bits].mean())) < 0.1 * radius
-    assert 0.4 < float((mutated(wide, 0.5, generator).scale - 1).abs().max()) <= 0.5
+    assert 0.4 < float((mutate(wide, 0.5, generator).scale - 1).abs().max()) <= 0.5
 
 
 def test_evolution_finds_better_scales_and_keeps_the_best():
@@ -102,7 +102,7 @@ def test_evolution_lowers_the_model_s_loss():
     config = replace(Config.preset("w3a4", "fq-vit"), images=4)
     assigned = calibration.assign(config)
     given = calibration.program, calibration.images, assigned, lambda probes: {}, 0, 1 << 40
-    after, again = choices.refined(*given), choices.refined(*given)
+    after, again = choices.refine(*given), choices.refine(*given)
     with torch.no_grad():
         wanted = calibration.program.run(calibration.images)
         losses = [

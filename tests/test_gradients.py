@@ -10,7 +10,7 @@ from adalog.calibration import gradients, values
 from adalog.calibration.gradients import (
     BATCH,
     distance_gradient,
-    given_probe,
+    gradient_probe,
     hessian_probe,
     mean_distance,
     noise_probe,
@@ -50,7 +50,7 @@ def scaled(value):
 def test_squares_of_a_given_gradient(network):
     model, images, program, names = network
     gradient = normal(len(images), 4, seed=1)
-    found = squared_gradients(program, (images,), names.values(), [given_probe(gradient)])
+    found = squared_gradients(program, (images,), names.values(), [gradient_probe(gradient)])
     hidden = model.first(images).detach()
     at_second = gradient * 3
     at_first = (at_second @ model.second.weight.detach()) * (1 - hidden.tanh().square())
@@ -61,7 +61,7 @@ def test_squares_of_a_given_gradient(network):
 def test_several_probes_are_averaged(network):
     _, images, program, names = network
     drawn = [normal(len(images), 4, seed=seed) for seed in (1, 2, 3)]
-    each = [given_probe(gradient) for gradient in drawn]
+    each = [gradient_probe(gradient) for gradient in drawn]
     name = names["second"]
     together = squared_gradients(program, (images,), [name], each)[name]
     torch.testing.assert_close(together, scaled(sum(gradient.square() for gradient in drawn)))
@@ -70,7 +70,7 @@ def test_several_probes_are_averaged(network):
 def test_large_images_run_one_at_a_time(network, monkeypatch):
     """The gradients stay the same if the memory allows only one image in a pass, and few values in a comparison."""
     _, images, program, names = network
-    probes = [given_probe(normal(len(images), 4, seed=seed)) for seed in (1, 2)]
+    probes = [gradient_probe(normal(len(images), 4, seed=seed)) for seed in (1, 2)]
 
     def means(_, squares):
         return squares.mean(-1, keepdim=True)
@@ -201,7 +201,7 @@ def test_images_may_lie_along_any_dimension(within):
     program = capture(model, (images,))
     gradient = torch.randn(len(images), 2)
     names = {site.name: site.node.name for site in find_sites(program)}
-    found = squared_gradients(program, (images,), names.values(), [given_probe(gradient)])
+    found = squared_gradients(program, (images,), names.values(), [gradient_probe(gradient)])
     hidden = torch.tanh(model.first(images.transpose(0, 1))).detach()
     at_first = (gradient @ model.second.weight.detach()) * (1 - hidden.square())
     torch.testing.assert_close(found[names["first"]].view(5, -1, 4), scaled(at_first.square()))

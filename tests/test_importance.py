@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from adalog import Calibration, Config, Search
-from adalog.calibration.importance import resampled, row_weights
+from adalog.calibration.importance import resample, row_weights
 from adalog.graph.capture import capture
 from adalog.graph.rewrite import group_sites
 from adalog.graph.sites import find_sites
@@ -19,7 +19,7 @@ from strategies import normal
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=60))
 def test_rows_occur_in_proportion_to_their_weights(values):
     weights = torch.tensor(values, dtype=torch.float64)
-    rows = resampled(weights)
+    rows = resample(weights)
     assert len(rows) == len(weights)
     assert torch.equal(rows, rows.sort().values)
     expected = weights / weights.sum() * len(weights)
@@ -27,7 +27,7 @@ def test_rows_occur_in_proportion_to_their_weights(values):
 
 
 def test_equal_weights_keep_every_row():
-    assert torch.equal(resampled(torch.full((3, 7), 0.3)), torch.arange(7).expand(3, 7))
+    assert torch.equal(resample(torch.full((3, 7), 0.3)), torch.arange(7).expand(3, 7))
 
 
 class Tokens(nn.Module):

@@ -120,7 +120,7 @@ def test_values_of_batches_are_those_of_all_images_at_once(name, share):
     for need in needs_of(program):
         assert seen.stride(need.names) == 1
         numbers.append(seen.stage(need.names))
-        for value, values in seen.seen(need.names).items():
+        for value, values in seen.read(need.names).items():
             assert values.shape == expected[value].shape
             torch.testing.assert_close(values, expected[value], rtol=1e-5, atol=1e-5)
     assert numbers == sorted(numbers)
@@ -139,12 +139,12 @@ def test_no_more_is_held_than_the_memory(name, share):
     needs = needs_of(program)
     with Held(images, *program.tensors.values()) as held:
         for need in needs:
-            seen.seen(need.names)
+            seen.read(need.names)
     assert held.peak <= memory
     assert held.peak > memory / 3
     with Held(images, *program.tensors.values()) as whole:
         every = observed(program, [images], 1 << 30)
-        every.seen(needs[0].names)
+        every.read(needs[0].names)
     assert whole.peak > memory / share
 
 
@@ -173,10 +173,10 @@ def test_parts_in_order_cost_one_forward(share, computed):
     needs = [need for need in needs_of(program) if need.site != "head"]
     for _ in range(2 if share > 1 else 1):
         for need in needs:
-            seen.seen(need.names)
+            seen.read(need.names)
     names = {name for need in needs for name in need.names if name in computed}
     assert {computed[name] for name in names} == {33 if share > 1 else 37}
-    seen.seen(needs[1].names)
+    seen.read(needs[1].names)
     assert seen.stage(needs[1].names) == 0
     (first,) = needs[1].names
     assert computed[first] == (33 if share > 1 else 37 + 37)
@@ -193,7 +193,7 @@ def test_parts_may_be_asked_for_in_any_order_and_by_threads():
 
     def ask(order):
         for need in order:
-            for name, value in seen.seen(need.names).items():
+            for name, value in seen.read(need.names).items():
                 if not torch.allclose(value, expected[name], rtol=1e-5, atol=1e-5):
                     wrong.append(name)
 
@@ -232,7 +232,7 @@ def test_several_inputs_and_sizes_go_with_their_images():
     seen = observed(program, inputs, int(size_of(program, inputs) * 0.95))
     needs = needs_of(program)
     for need in needs:
-        for name, value in seen.seen(need.names).items():
+        for name, value in seen.read(need.names).items():
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
     assert seen.stage(needs[-1].names) > 0
 
@@ -254,7 +254,7 @@ def test_what_batches_cannot_give_is_computed_at_once(mixed):
     needs = needs_of(program)
     assert seen.stage(needs[-1].names) > 0
     for need in needs:
-        for name, value in seen.seen(need.names).items():
+        for name, value in seen.read(need.names).items():
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
 
 
@@ -270,7 +270,7 @@ def test_of_a_large_operand_every_nth_row_or_window_is_kept(name):
     for need in needs_of(program):
         stride = seen.stride(need.names)
         strides.add(stride)
-        for value, kept in seen.seen(need.names).items():
+        for value, kept in seen.read(need.names).items():
             whole = expected[value].flatten(0, -2) if need.by_row and stride > 1 else expected[value]
             torch.testing.assert_close(kept, whole[::stride], rtol=1e-5, atol=1e-5)
     assert 1 in strides
@@ -299,9 +299,9 @@ def test_a_value_that_is_not_finite_is_told_whenever_it_is_met():
     seen = observed(program, [images], size_of(program, [images]) // 2)
     first, *_, last = needs_of(program)
     for _ in range(2):
-        assert all(bool(value.isfinite().all()) for value in seen.seen(first.names).values())
+        assert all(bool(value.isfinite().all()) for value in seen.read(first.names).values())
         with pytest.raises(CalibrationError, match="add outputs NaN or infinite values on these images"):
-            seen.seen(last.names)
+            seen.read(last.names)
 
 
 @pytest.mark.slow
@@ -358,7 +358,7 @@ def test_a_request_for_fewer_rows_takes_them_whatever_the_memory():
     seen, expected = Observations(program, [IMAGES], needs, 1 << 30), at_once(program, [IMAGES])
     strides = [seen.stride(need.names) for need in needs]
     for need, stride in zip(needs, strides, strict=True):
-        for name, kept in seen.seen(need.names).items():
+        for name, kept in seen.read(need.names).items():
             whole = expected[name].flatten(0, -2) if need.by_row and stride > 1 else expected[name]
             torch.testing.assert_close(kept, whole[::stride], rtol=1e-5, atol=1e-5)
     assert set(strides) >= {1, 2}  # 1 if few rows would be left

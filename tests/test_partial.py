@@ -309,18 +309,18 @@ def test_a_search_waits_until_there_is_room(size):
     room, inside, done = Scratch(10), threading.Event(), threading.Event()
 
     def second():
-        with room.taken(size):
+        with room.reserve(size):
             inside.set()
         done.set()
 
-    with room.taken(6):
+    with room.reserve(6):
         thread = threading.Thread(target=second)
         thread.start()
         assert not inside.wait(0.2)
     assert inside.wait(10)
     assert done.wait(10)
     thread.join()
-    with room.taken(4), room.taken(6):  # which fit together
+    with room.reserve(4), room.reserve(6):  # which fit together
         pass
 
 

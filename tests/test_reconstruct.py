@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 import adalog
 from adalog import METHODS, Calibration, Config, Correction, QuantizedModel, Reconstruction, Resources, Search
-from adalog.calibration.block_errors import picked
+from adalog.calibration.block_errors import pick
 from adalog.calibration.gradients import BATCH, hessian_probe, mean_distance, squared_gradients
 from adalog.calibration.partial import Partial
-from adalog.calibration.reconstruct import BlockInTraining, reconstructed
+from adalog.calibration.reconstruct import BlockInTraining, reconstruct
 from adalog.calibration.replay import random_mask
 from adalog.calibration.training import GroupInTraining, Rounding, _Levels, confine, rectified_sigmoid
 from adalog.calibration.training import rounding_regulariser as regulariser
@@ -254,7 +254,7 @@ def test_products_of_a_step_are_rounded_where_the_device_multiplies_bfloat16(poo
     """By less than the quantization, although a few codes are others; what judges stays as it is."""
     monkeypatch.setattr("adalog.calibration.reconstruct.multiplies_bfloat16", lambda device: able)
     block = block_of(*searched, pool[:24])
-    given = picked(block._values, block._given, torch.arange(4))
+    given = pick(block._values, block._given, torch.arange(4))
     program = rewritten(block._nodes, block._assigned)
     judged, stepped = (block._run(program, given, drop) for drop in (None, 0.0))
     wanted = block._values.compute(given, [block._out], program)[block._out]
@@ -297,9 +297,9 @@ def test_the_low_rank_error_is_made_of_gradients_where_the_block_was(pool, spoil
         sums, moved, given = 0.0, 0.0, []
         for number in numbers:
             one = number[None]
-            chunk = picked(block._values, {**block._exact, **block._wanted}, one)
+            chunk = pick(block._values, {**block._exact, **block._wanted}, one)
             program = rewritten(block._nodes, assigned)
-            value = block._run(program, picked(block._values, block._given, one)).detach().requires_grad_()
+            value = block._run(program, pick(block._values, block._given, one)).detach().requires_grad_()
             with torch.enable_grad():
                 logits = (block._values.compute({**chunk, name: at}, [last])[last] for at in (chunk[name], value))
                 wanted, found = (each.log_softmax(-1) for each in logits)
@@ -340,7 +340,7 @@ def test_the_error_of_the_output_is_added_to_that_of_the_block(pool, searched):
     errors = []
     for assigned in (block._assigned, softer):
         value = block._runner(assigned)(numbers)
-        chunk = picked(block._values, {**block._exact, **block._wanted}, numbers)
+        chunk = pick(block._values, {**block._exact, **block._wanted}, numbers)
         exact, moved = (block._values.compute({**chunk, name: at}, [last])[last] for at in (chunk[name], value))
         errors.append([float((value - chunk[name]).square().mean()), float(mean_distance([moved], [exact]))])
     wanted = sum(after / before for before, after in zip(*errors, strict=True))
@@ -376,7 +376,7 @@ def test_the_regulariser_begins_late_and_sharpens(pool, searched):
 @pytest.mark.parametrize("images", [1, 3])
 def test_few_images_are_enough(pool, searched, images):
     calibration, before = searched
-    after = reconstructed(calibration.program, [pool[:images]], before, replace(STAGE, images=images, iterations=2))
+    after = reconstruct(calibration.program, [pool[:images]], before, replace(STAGE, images=images, iterations=2))
     assert all(math.isfinite(found.sqnr) for _, found in after)
 
 
@@ -386,7 +386,7 @@ def test_a_memory_changes_nothing_but_rounding(pool, searched):
     calibration, before = searched
     choices = replace(STAGE, iterations=3)
     whole, some = (
-        reconstructed(calibration.program, [pool[:24]], before, choices, memory=memory) for memory in (None, 600_000)
+        reconstruct(calibration.program, [pool[:24]], before, choices, memory=memory) for memory in (None, 600_000)
     )
     (_, one), (_, other) = (
         next((group, found) for group, found in each if group.name.startswith("blocks.0")) for each in (whole, some)
@@ -410,7 +410,7 @@ def test_what_leads_to_no_blocks_output_or_to_others_as_well_stays_as_it_is(pool
     torch.manual_seed(0)
     calibration = Calibration(TwoHeads().eval(), pool[:8, :, :2, :2].contiguous())
     before = calibration.assign(replace(LOW, fold_rows=1))
-    after = reconstructed(calibration.program, calibration.images, before, replace(STAGE, images=8, rate=0.5))
+    after = reconstruct(calibration.program, calibration.images, before, replace(STAGE, images=8, rate=0.5))
     same = {group.name: one is other for (group, one), (_, other) in zip(before, after, strict=True)}
     assert same == {"trunk": True, "one": True, "two": False}  # for the trunk the second head alone would judge
 
@@ -428,7 +428,7 @@ def test_a_reconstructed_model_is_nearer_to_the_float_one(tiny, pool, spoilt):
     """On images that are fitted, and on others."""
     calibration, before = spoilt
     plain = QuantizedModel(calibration.build_program(before, LOW))
-    found = reconstructed(calibration.program, [pool[:24]], before, STAGE)
+    found = reconstruct(calibration.program, [pool[:24]], before, STAGE)
     after = QuantizedModel(calibration.build_program(found, LOW))
     for images in (pool[:24], pool[24:]):
         assert distance(after, tiny, images) < 0.7 * distance(plain, tiny, images)
@@ -506,7 +506,7 @@ def test_the_stage_alone_changes_what_is_to_be_changed(pool, spoilt):
     """Weights alone, without scales and biases: quantizers of activations stay."""
     calibration, before = spoilt
     choices = replace(STAGE, scales=False, biases=False, weights="adaround", iterations=4, rate=0.3)
-    after = reconstructed(calibration.program, [pool[:24]], before, choices)
+    after = reconstruct(calibration.program, [pool[:24]], before, choices)
     for (group, one), (_, other) in zip(before, after, strict=True):
         assert other.left is one.left
         assert other.bias is one.bias
@@ -562,7 +562,7 @@ def test_a_recorded_step_does_what_the_step_does(pool, spoilt, monkeypatch, chan
     like_an_accelerator(monkeypatch)
     block = block_of(*spoilt, pool[:24], **changes)
     got = states(block)
-    assert block._replay.recorded
+    assert block._replay.is_recorded
     assert all(map(torch.equal, got, wanted))
     assert not torch.equal(got[0], states(block_of(*spoilt, pool[:24], **changes), 7)[0])
 
@@ -597,7 +597,7 @@ def test_a_step_that_cannot_be_recorded_runs_on_as_it_was(pool, spoilt, monkeypa
     monkeypatch.setattr("adalog.calibration.replay.record", fails)
     block = block_of(*spoilt, pool[:24])
     assert all(map(torch.equal, states(block), wanted))
-    assert not block._replay.recorded
+    assert not block._replay.is_recorded
     assert len(tries) == 1
 
 
@@ -657,7 +657,7 @@ __all__ = ["searched"]
 
 def test_the_sqnr_of_a_weight_is_about_the_mean_of_each_channel(pool, searched):
     block = block_of(*searched, pool[:24])
-    exact, given = (picked(block._values, chunk, block._judging) for chunk in (block._exact, block._given))
+    exact, given = (pick(block._values, chunk, block._judging) for chunk in (block._exact, block._given))
     program = rewritten(block._nodes, block._assigned)
     for group, found in block._measured(block._assigned):
         wanted, got = (
@@ -704,7 +704,7 @@ def test_a_block_is_judged_with_all_that_is_quantized_in_it(pool, monkeypatch):
     monkeypatch.setattr("adalog.calibration.reconstruct.BlockInTraining", Told)
     calibration = Calibration(Again().double().eval(), images[:8])
     before = calibration.assign(LOW)
-    reconstructed(calibration.program, [images], before, replace(STAGE, images=16))
+    reconstruct(calibration.program, [images], before, replace(STAGE, images=16))
     values = []
     for program in (calibration.program, rewritten(calibration.program, before)):
         made = {}
@@ -761,7 +761,7 @@ def test_training_lowers_the_error_of_the_models_output_on_images_held_out(tinie
     """Every eighth image judges; all sites of the model may change, and codes stay as small as they were."""
     calibration, assigned = tiniest_searched
     before, choices = with_wide_activations(assigned), replace(WHOLE_MODEL, iterations=48, rate=0.003, scale_rate=0.02)
-    after = reconstructed(calibration.program, [pool[:24]], before, choices)
+    after = reconstruct(calibration.program, [pool[:24]], before, choices)
     was, now = (errors(calibration, each, tiniest, pool[:24]) for each in (before, after))
     assert float(now[7::8].mean()) < 0.5 * float(was[7::8].mean())
     assert [group.name for group, _ in after] == [group.name for group, _ in before]
@@ -774,7 +774,7 @@ def test_training_lowers_the_error_of_the_models_output_on_images_held_out(tinie
 
 def test_a_model_that_got_worse_goes_back(pool, tiniest_searched):
     calibration, before = tiniest_searched
-    after = reconstructed(
+    after = reconstruct(
         calibration.program, [pool[:24]], before, replace(WHOLE_MODEL, rate=500.0, scale_rate=50.0, iterations=2)
     )
     for (_, one), (_, other) in zip(before, after, strict=True):
@@ -793,7 +793,7 @@ def test_blocks_that_make_the_model_worse_are_taken_back(pool, tiniest_searched,
         return [{"kl": float(len(seen))}]
 
     monkeypatch.setattr("adalog.calibration.reconstruct.output_errors", worse)
-    after = reconstructed(calibration.program, images, before, block)
+    after = reconstruct(calibration.program, images, before, block)
     kept = [one is other for (_, one), (_, other) in zip(before, after, strict=True)]
     assert all(kept) if robust else not any(kept)
     blocks = len(find_blocks(calibration.program))
@@ -814,7 +814,7 @@ def test_a_whole_model_is_judged_by_its_loss_before_and_after(pool, tiniest_sear
 
     monkeypatch.setattr(BlockInTraining, "_judged", counted)
     monkeypatch.setattr("adalog.calibration.reconstruct.output_errors", refused)
-    reconstructed(calibration.program, [pool[:24]], with_wide_activations(assigned), WHOLE_MODEL)
+    reconstruct(calibration.program, [pool[:24]], with_wide_activations(assigned), WHOLE_MODEL)
     assert len(losses) == 2
     assert losses[1] < losses[0]
 
@@ -841,7 +841,7 @@ def test_heads_of_a_model_with_several_outputs_are_a_block_of_their_own(pool):
     assert len([name for name in trunk.nodes if "linear" in name]) == 2
     calibration = Calibration(net, images)
     before = calibration.assign(replace(LOW, fold_rows=1))
-    after = reconstructed(calibration.program, [images], before, replace(WHOLE_MODEL, images=8))
+    after = reconstruct(calibration.program, [images], before, replace(WHOLE_MODEL, images=8))
     same = {group.name: one is other for (group, one), (_, other) in zip(before, after, strict=True)}
     assert same == {"first": False, "second": False, "one": True}  # one head's output alone would judge both
 
@@ -907,14 +907,14 @@ def test_no_block_ends_in_a_list(pool, ending):
     images = pool[:8, :, :2, :2].contiguous()
     calibration = Calibration(Ending(ending).eval(), images)
     before = calibration.assign(replace(LOW, fold_rows=1))
-    after = reconstructed(calibration.program, [images], before, replace(WHOLE_MODEL, images=8))
+    after = reconstruct(calibration.program, [images], before, replace(WHOLE_MODEL, images=8))
     assert not any(one is other for (_, one), (_, other) in zip(before, after, strict=True))
 
 
 def test_progress_is_told_many_times(pool, tiniest_searched):
     calibration, before = tiniest_searched
     told = []
-    reconstructed(
+    reconstruct(
         calibration.program, [pool[:24]], before, WHOLE_MODEL, Resources(progress=lambda *each: told.append(each))
     )
     assert [done for done, _, _ in told] == list(range(1, 17))

@@ -110,11 +110,11 @@ def test_values_at_three_limits_of_memory(of_starts, of_operands):
     memory = int(size_of(program, [images]) * of_operands)
     observed = Observations(program, [images], requests, memory)
     with Held(images, *program.tensors.values()) as held:
-        strides = [observed.stride(request.names) for request in requests if observed.seen(request.names)]
+        strides = [observed.stride(request.names) for request in requests if observed.read(request.names)]
     assert held.peak <= memory or of_operands > 1
     assert (max(strides) > 1) is (of_operands < 0.2)
     for request, stride in zip(requests, strides, strict=True):
-        for name, kept in observed.seen(request.names).items():
+        for name, kept in observed.read(request.names).items():
             whole = expected[name].flatten(0, -2) if request.by_row and stride > 1 else expected[name]
             close(kept, whole[::stride])
 
@@ -271,7 +271,7 @@ def test_refinement_within_a_memory_finds_scales_as_good(preset, choices):
     assigned = calibration.assign(replace(config, stages=()))
     gradients = {block.value_out: torch.ones(()) for block in find_blocks(calibration.program)}
     given = calibration.program, calibration.images, assigned, lambda probes: gradients, 0
-    every, some = (config.stages[0].refined(*given, memory) for memory in (1 << 40, 100_000))
+    every, some = (config.stages[0].refine(*given, memory) for memory in (1 << 40, 100_000))
     alike = 0
     for (_, one), (_, other), (_, start) in zip(every, some, assigned, strict=True):
         pairs = ((one.left, other.left), (one.right, other.right))

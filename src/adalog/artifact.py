@@ -82,7 +82,7 @@ def serialise(quantized: QuantizedProgram) -> bytes:
     Raises ArtifactError or ProgramError for a program that `deserialise` would refuse, and for notes that JSON cannot
     hold.
     """
-    content = encoded(quantized)
+    content = encode(quantized)
     try:
         _decode(read_header(content), parse_safetensors(content))
     except Exception as cause:
@@ -90,7 +90,7 @@ def serialise(quantized: QuantizedProgram) -> bytes:
     return content
 
 
-def encoded(quantized: QuantizedProgram) -> bytes:
+def encode(quantized: QuantizedProgram) -> bytes:
     """Return the bytes of `serialise` without reading them back, to find the size quickly."""
     check(
         bool(quantized.example), "the model was made without images, so its input shapes are unknown: set its `example`"
@@ -201,10 +201,10 @@ def deserialise(content: bytes, name: str = "the artifact") -> QuantizedProgram:
     try:
         return _decode(header, parse_safetensors(content))
     except Exception as cause:  # decoding may raise anything for contents that are not valid
-        raise _damaged(name, cause) from cause
+        raise _damage(name, cause) from cause
 
 
-def _damaged(name: str, cause: Exception) -> ArtifactError:
+def _damage(name: str, cause: Exception) -> ArtifactError:
     """Return the error for an artifact that is not valid."""
     return ArtifactError(f"{name} is damaged: {one_line(cause)}; make it again with `adalog quantize`")
 
@@ -227,7 +227,7 @@ def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
         header: dict[str, Any] = parse_json(text)
         found = header["format"]
     except Exception as cause:
-        raise _damaged(name, cause) from cause
+        raise _damage(name, cause) from cause
     if type(found) is not int or found != FORMAT:
         number = one_line(ArtifactError(str(found)))[:20]
         raise ArtifactError(

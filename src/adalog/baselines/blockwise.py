@@ -55,7 +55,7 @@ class BlockRefinement(Refinement):
         if not isinstance(self.eliminated, (int, float)) or not 0 <= self.eliminated < 1:
             raise ValueError(f"eliminated = {self.eliminated!r} is not a number of at least 0 and below 1")
 
-    def refined(
+    def refine(
         self, program: Program, images: Sequence[Tensor], assigned: Assigned, squares: Gradients, seed: int, memory: int
     ) -> Assigned:
         # Each block is refined on its inputs in the float program, and sites with a folded norm keep their scales. The
@@ -73,7 +73,7 @@ class BlockRefinement(Refinement):
             ]
             if not indices or block.value_out not in gradients:
                 continue
-            changed = _refined_block(
+            changed = _refine_by_gradients(
                 values, block, [current[index] for index in indices], self, gradients[block.value_out]
             )
             for index, each in zip(indices, changed, strict=True):
@@ -81,7 +81,7 @@ class BlockRefinement(Refinement):
         return current
 
 
-def _refined_block(
+def _refine_by_gradients(
     values: Values, block: Block, assigned: Assigned, choices: BlockRefinement, weights: Tensor
 ) -> list[tuple[SiteGroup, Assignment]]:
     output, alone = block.value_out, values.operations(block)

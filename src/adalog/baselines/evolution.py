@@ -60,7 +60,7 @@ class Evolution(Refinement):
         if self.radius is not None:
             check_number("radius", self.radius, 0)
 
-    def refined(
+    def refine(
         self, program: Program, images: Sequence[Tensor], assigned: Assigned, squares: Gradients, seed: int, memory: int
     ) -> Assigned:
         # Each pass goes from the last block to the first. A block's input does not depend on the blocks after it, so
@@ -146,19 +146,19 @@ def evolve(
     for _ in range(choices.cycles):
         drawn = torch.randint(0, len(population), (choices.samples,), generator=generator).tolist()
         parent = population[min(drawn)][1]  # sorted, the best first
-        child = [mutated(quantizer, choices.radius, generator) for quantizer in parent]
+        child = [mutate(quantizer, choices.radius, generator) for quantizer in parent]
         population = sorted([*population, (loss(child), child)], key=lambda individual: individual[0])[:-1]
     return population[0]
 
 
-def mutated(weight: Weight, radius: float | None, generator: torch.Generator) -> Weight:
+def mutate(weight: Weight, radius: float | None, generator: torch.Generator) -> Weight:
     """Return the weight with every scale moved by at most the radius; no scale becomes zero."""
     if isinstance(weight, QuantizedTensor):
-        return replace(weight, quantizer=_moved(weight.quantizer, radius, generator))
-    return _moved(weight, radius, generator)
+        return replace(weight, quantizer=_move(weight.quantizer, radius, generator))
+    return _move(weight, radius, generator)
 
 
-def _moved(quantizer: Quantizer, radius: float | None, generator: torch.Generator) -> Quantizer:
+def _move(quantizer: Quantizer, radius: float | None, generator: torch.Generator) -> Quantizer:
     if radius is None:
         radius = 1e-4 if quantizer.bits == MAX_BITS else 1e-3
     moves = torch.rand(quantizer.scale.shape, generator=generator, dtype=torch.float64) * 2 - 1

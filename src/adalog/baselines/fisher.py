@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from adalog.calibration.block_errors import BlockError, BlockOutput, Loss, picked, places
+from adalog.calibration.block_errors import BlockError, BlockOutput, Loss, pick, places
 from adalog.calibration.gradients import distance_gradient, hessian_probe, with_mean_one
 from adalog.calibration.values import Values
 
@@ -29,7 +29,7 @@ class FisherWeights(BlockError):
         value = output.values[output.name]
         squares = torch.empty_like(value)
         for numbers in output.batches(torch.arange(output.floats.count, device=value.device)):
-            chunk = output.picked(numbers)
+            chunk = output.pick(numbers)
             exact = chunk[output.name]
             gradient = output.gradient(chunk, exact, lambda found: probe(list(found.values()), slice(None)))
             _put(output.floats, squares, output.name, numbers, gradient.square())
@@ -44,7 +44,7 @@ class FisherWeights(BlockError):
         """Return the weights of the output's values on these images."""
         if self._mean is not None:
             return torch.cat([self._mean] * len(numbers), self._dim)
-        return picked(self._floats, {self._name: self._squares}, numbers)[self._name]
+        return pick(self._floats, {self._name: self._squares}, numbers)[self._name]
 
     def __call__(self, difference: Tensor, numbers: Tensor) -> Tensor:
         return (difference.square() * self.weights(numbers)).mean()
@@ -75,7 +75,7 @@ class LowRankFisher(BlockError):
         output, differences = self._output, []
         gradient, change = torch.zeros(()), torch.zeros(())
         for numbers in output.batches(self._numbers):
-            chunk, value = output.picked(numbers), quantized(numbers)
+            chunk, value = output.pick(numbers), quantized(numbers)
             wanted = output.leaves(chunk)
 
             def slope(outputs: Mapping[int, Tensor], wanted: list[Tensor] = wanted) -> Sequence[Tensor]:

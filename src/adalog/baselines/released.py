@@ -151,7 +151,7 @@ class _LossPair:
 
     def survivors(self, points: Tensor, count: int) -> Tensor:
         """Return the `count` points with the least loss in each group, by the fastest loss."""
-        return _gathered(points, _least((self.rough or self.exact)(points), count))
+        return _gather(points, _least((self.rough or self.exact)(points), count))
 
     def best(self, points: Tensor) -> Tensor:
         """Return the point with the least loss in each group, (P, *groups), among the finalists of the rough loss.
@@ -161,8 +161,8 @@ class _LossPair:
         """
         if self.rough is not None and len(points) > self.finalists:
             few = _least(self.rough(points), self.finalists)
-            points = _gathered(points, few.sort(dim=0).values)  # in their old order, so that the last one wins
-        return _gathered(points, _least(self.exact(points), 1))[0]
+            points = _gather(points, few.sort(dim=0).values)  # in their old order, so that the last one wins
+        return _gather(points, _least(self.exact(points), 1))[0]
 
 
 def _least(losses: Tensor, count: int) -> Tensor:
@@ -170,11 +170,11 @@ def _least(losses: Tensor, count: int) -> Tensor:
     return len(losses) - 1 - losses.flip(0).sort(dim=0, stable=True).indices[:count]
 
 
-def _gathered(points: Tensor, order: Tensor) -> Tensor:
+def _gather(points: Tensor, order: Tensor) -> Tensor:
     return points.gather(0, order.unsqueeze(1).expand(-1, *points.shape[1:]))
 
 
-def _refined(scores: _LossPair, points: Tensor, spacing: Tensor, steps: int, *, parents: int, least: float) -> Tensor:
+def _refine(scores: _LossPair, points: Tensor, spacing: Tensor, steps: int, *, parents: int, least: float) -> Tensor:
     """Return the best point of the released FPCS, which refines only the scale.
 
     points: (K, P, *groups); the scale is the first hyperparameter.
@@ -222,10 +222,10 @@ class _UniformSpace:
             scales[1] - scales[0]
         )
 
-    def _found(self, scores: _LossPair) -> UniformQuantizer:
+    def _refine_grid(self, scores: _LossPair) -> UniformQuantizer:
         grid, spacing = self._grid
         steps = self.search_choices.steps - 1 if self.search_choices.progressive else 0
-        return self._quantizer(_refined(scores, grid, spacing, steps, parents=16, least=self.least))
+        return self._quantizer(_refine(scores, grid, spacing, steps, parents=16, least=self.least))
 
     def _quantizer(self, point: Tensor) -> UniformQuantizer:
         scale, zero_point = (self.operand.shaped(each)[0] for each in point)
@@ -244,7 +244,7 @@ class _UniformSpace:
             return torch.cat([error.sum(summed) if summed else error for error in errors])
 
         if values.numel() < _MANY:
-            return self._found(_LossPair(exact))
+            return self._refine_grid(_LossPair(exact))
         rows, bits = self.operand.groups().contiguous(), self.operand.format.bits  # sums along rows are fast
         zeros = torch.zeros_like(rows)
 
@@ -253,7 +253,7 @@ class _UniformSpace:
             errors = (uniform_errors(rows, some[:, 0], some[:, 1], bits, (0,), torch.float32) for some in chunks)
             return torch.cat([sums(error, zeros, None, (0,)) for error in errors]).view(len(points), *points.shape[2:])
 
-        return self._found(_LossPair(exact, rough, 2 * _FINALISTS))
+        return self._refine_grid(_LossPair(exact, rough, 2 * _FINALISTS))
 
     def search(self, error: ProductError, current: Quantizer | None = None) -> UniformQuantizer:
         """Return the best quantizer by the product's error. current: not used."""
@@ -264,7 +264,7 @@ class _UniformSpace:
                 values, points[:, 0], points[:, 1], form.bits, form.own_dims, dtype
             )
 
-        return self._found(_LossPair.of(error, errors))
+        return self._refine_grid(_LossPair.of(error, errors))
 
     def _hat(self, values: Tensor, points: Tensor) -> Tensor:
         scale, zero_point = (self.operand.shaped(each) for each in points.unbind(1))
@@ -281,12 +281,12 @@ class _LogSpace:
     scale_is_one: bool
 
     @cached_property
-    def _searched(self) -> LogFormat:
+    def _searched_format(self) -> LogFormat:
         """The format with the bases of AdaLog."""
         return replace(self.form, q=0, r=_RADIX if self.form.q else self.form.r, table=True)
 
     def _quantizer(self, scale: Tensor, q: int) -> LogQuantizer:
-        return self._searched.with_base(scale, q)
+        return self._searched_format.with_base(scale, q)
 
     def final(self, quantizer: LogQuantizer) -> LogQuantizer:
         """Return the quantizer with the base of the format, if that is fixed."""
@@ -329,7 +329,7 @@ class _LogSpace:
             return exact
 
         def rough(values: Tensor) -> Errors:
-            by_table = self._searched.errors(values)
+            by_table = self._searched_format.errors(values)
             return lambda points, dtype: by_table(torch.stack([points[:, 1].log2(), points[:, 0]], dim=1), dtype)
 
         scores = _LossPair.of(error, errors, rough)
@@ -344,7 +344,7 @@ class _LogSpace:
         scales = low + (high - low) * torch.linspace(0, 1, count).to(error.left)
         points = torch.stack([scales.repeat(len(bases)), bases[:, 1].repeat_interleave(count)], dim=1)
         steps = self.search_choices.steps - 1 if progressive else 0
-        point = _refined(scores, points, (high - low) / (count - 1), steps, parents=32, least=_LEAST_SCALE)
+        point = _refine(scores, points, (high - low) / (count - 1), steps, parents=32, least=_LEAST_SCALE)
         return self._quantizer(point[0], round(float(point[1])))
 
 

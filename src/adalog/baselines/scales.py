@@ -105,7 +105,7 @@ class ScaleSearch(AnySearch):
         left, right, left_first = product.left, product.right, product.of_activations
         firsts, seconds = _ScaledQuantizers(left, self, None), _ScaledQuantizers(right, self, product.row_splits)
         first, second = firsts.start(), seconds.start()
-        products = [(left, right, product.weights), *_sampled(product, self.rough_stride)]
+        products = [(left, right, product.weights), *_sample(product, self.rough_stride)]
         for turn, on_left in enumerate((left_first, not left_first) * self.rounds):
             before = first if on_left else second
             if on_left and firsts.is_searched:
@@ -114,14 +114,14 @@ class ScaleSearch(AnySearch):
                 first = firsts.search(whole, *(each.fast() for each in sample))
             elif not on_left and seconds.is_searched:
                 other = firsts.quantizer(first)
-                whole, *sample = (_OperandError.of(w, x, other, _turned(h), self) for x, w, h in products)
+                whole, *sample = (_OperandError.of(w, x, other, _transpose(h), self) for x, w, h in products)
                 second = seconds.search(whole, *(each.fast() for each in sample))
             if turn and torch.equal(before, first if on_left else second):
                 break  # the other operand was searched with this result, so later turns would change nothing
         return product.assigned(firsts.quantizer(first), seconds.quantizer(second))
 
 
-def _sampled(product: Product, stride: int) -> Iterator[tuple[Operand, Operand, Tensor | None]]:
+def _sample(product: Product, stride: int) -> Iterator[tuple[Operand, Operand, Tensor | None]]:
     """Yield the product of every n-th image (attention) or row, or nothing if the product is small.
 
     This sample rules out most candidates.
@@ -138,7 +138,7 @@ def _sampled(product: Product, stride: int) -> Iterator[tuple[Operand, Operand, 
     yield some, other, None if weights is None else weights[take]
 
 
-def _turned(weights: Tensor | None) -> Tensor | None:
+def _transpose(weights: Tensor | None) -> Tensor | None:
     return None if weights is None else weights.transpose(-1, -2)
 
 
@@ -257,10 +257,10 @@ class _ScaledQuantizers:
                 scale = (groups.amax(1) + form.offset).clamp(min=_TINY)
             case _:
                 ends = groups.amax(1) if isinstance(form, TwinFormat) else groups.abs().amax(1)
-                scale = self._merged(symmetric_scale(ends.clamp(min=_TINY), form.bits), torch.amax)
+                scale = self._merge(symmetric_scale(ends.clamp(min=_TINY), form.bits), torch.amax)
         return scale.reshape(shape)
 
-    def _merged(self, values: Tensor, function: Callable[..., Tensor]) -> Tensor:
+    def _merge(self, values: Tensor, function: Callable[..., Tensor]) -> Tensor:
         """Replace the values (..., groups) of groups that share a scale by their sum or maximum."""
         if self.row_splits is None:
             return values
@@ -271,7 +271,7 @@ class _ScaledQuantizers:
         return merged
 
     def search(self, error: _OperandError, rough: _OperandError | None = None) -> Tensor:
-        """Return the candidate that `_ranked` puts first in each group.
+        """Return the candidate that `_rank` puts first in each group.
 
         rough: the error of a sample, which selects the candidates that the whole error then scores.
         """
@@ -284,19 +284,19 @@ class _ScaledQuantizers:
             factors = low + torch.arange(count, dtype=torch.float64) * (high - low) / count
         points = factors.to(start).view(-1, *(1 for _ in start.shape)) * start
         if rough is not None and len(points) > _FINALISTS:
-            points = points.gather(0, self._ranked(rough, points)[:_FINALISTS].sort(dim=0).values)
-        return points.gather(0, self._ranked(error, points)[:1])[0]
+            points = points.gather(0, self._rank(rough, points)[:_FINALISTS].sort(dim=0).values)
+        return points.gather(0, self._rank(error, points)[:1])[0]
 
-    def _ranked(self, error: _OperandError, points: Tensor) -> Tensor:
+    def _rank(self, error: _OperandError, points: Tensor) -> Tensor:
         """Return the indices of points (K, *groups), from the least loss to the largest: (K, *groups).
 
         Groups that share a scale use the sum of their losses. Equal points stay in their order.
         """
         each = [split.losses(partial(self._errors, split.operand.values), points) for split in error.splits()]
-        losses = self._merged(torch.stack(each).sum(0), torch.sum)
+        losses = self._merge(torch.stack(each).sum(0), torch.sum)
         if error.output is None:
             return losses.sort(dim=0, stable=True).indices
-        power = self._merged(error.power(), torch.sum)
+        power = self._merge(error.power(), torch.sum)
         along, square = losses.unbind(1)
         return by_cosine(power, along, square, torch.finfo(error.base.dtype).eps)
 

@@ -40,13 +40,13 @@ class BlockOutput:
         """Yield image indices in the batches that gradients are taken on."""
         yield from numbers.split(BATCH) if self.apart else [numbers]
 
-    def picked(self, numbers: Tensor) -> Chunk:
-        return picked(self.floats, self.values, numbers)
+    def pick(self, numbers: Tensor) -> Chunk:
+        return pick(self.floats, self.values, numbers)
 
     def gradient(self, chunk: Chunk, value: Tensor, slope: Slope) -> Tensor:
         """Compute the gradient of a loss with respect to the block's output, at this value of the output.
 
-        chunk: a chunk from `picked`. Raises CalibrationError if the model has no differentiable output.
+        chunk: a chunk from `pick`. Raises CalibrationError if the model has no differentiable output.
         """
         with torch.enable_grad():
             leaf = value.detach().requires_grad_()
@@ -114,14 +114,14 @@ class OutputError(BlockError):
     def renew(self, quantized: Callable[[Tensor], Tensor]) -> None:
         sums, numbers = torch.zeros(2), self._output.held_out
         for some in self._output.batches(numbers):
-            difference = quantized(some) - self._output.picked(some)[self._output.name]
+            difference = quantized(some) - self._output.pick(some)[self._output.name]
             sums += torch.stack(self._parts(difference, some)).cpu() * (len(some) / len(numbers))
         block, rest = sums.tolist()
         self._units = block or 1.0, rest or 1.0
 
     def _parts(self, difference: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         output = self._output
-        chunk = output.picked(numbers)
+        chunk = output.pick(numbers)
         with torch.no_grad():
             exact = output.leaves(chunk)
         moved = output.leaves({**chunk, output.name: chunk[output.name] + difference})
@@ -137,7 +137,7 @@ Loss = Callable[[BlockOutput], BlockError]
 LOSSES: dict[str, Loss] = {"squared": lambda output: SquaredError(), "output": OutputError}
 
 
-def picked(values: Values, chunk: Chunk, numbers: Tensor) -> Chunk:
+def pick(values: Values, chunk: Chunk, numbers: Tensor) -> Chunk:
     """Return the values of a chunk of all images for the selected images."""
     if len(numbers) == values.count:
         return dict(chunk)

@@ -21,7 +21,7 @@ from adalog.calibration.operands import (
     choices_of,
     formats_of,
     in_format,
-    joined,
+    join,
     moved_by,
     operands_of,
     rarely_uniform,
@@ -33,7 +33,7 @@ from adalog.calibration.outliers import even_out_values
 from adalog.calibration.partial import Partial, assignment_json, fingerprint
 from adalog.calibration.schedule import SERIAL, Resources, run_searches, units_of_work
 from adalog.calibration.shared import ProductFields
-from adalog.calibration.stages import check_images, staged
+from adalog.calibration.stages import check_images, run_stages
 from adalog.calibration.values import Values
 from adalog.choices import Correction
 from adalog.config import Config
@@ -259,7 +259,7 @@ class Calibration:
         self._assigned |= {key: found[name] for name, key in keys.items()}
         assigned = [(group, found[group.name]) for group in self.groups]
         if config.stages:
-            assigned = staged(
+            assigned = run_stages(
                 config.stages,
                 self.program,
                 self.images,
@@ -399,7 +399,7 @@ class Calibration:
         Returns:
             The values; only every n-th row or image of them if they exceed the memory.
         """
-        return self._observed.seen([name])[name]
+        return self._observed.read([name])[name]
 
     # --- one group ---
 
@@ -461,24 +461,24 @@ class Calibration:
         self, group: SiteGroup, product: Product, shared: UniformQuantizer | None, whole: Config
     ) -> Product:
         """Return the product with all that its search needs. shared: the quantizer that its fold's channels share."""
-        config, ordered = choices_of(group, whole), self._shared.ordered(whole)
+        config, ordered = choices_of(group, whole), self._shared.operands_in_order(whole)
         left = product.left
         if config.search.needs.squares:
             check_squares(group.name, left, product.right)
         operands = ordered and operands_of(self.program, group, ordered, config, product.fold, left.format)
-        needs = self._shared.wanted(group, self._requests[group.name].names, config)
+        needs = self._shared.gather_fields(group, self._requests[group.name].names, config)
         return replace(product, shared=shared, ordered=operands or None, **needs)
 
     def _product(self, group: SiteGroup, config: Config, fold: Fold | None, activation: Format) -> Product:
         """Return the group's product, with its operands in the float network."""
-        seen = self._observed.seen(self._requests[group.name].names)
+        seen = self._observed.read(self._requests[group.name].names)
         left, right = operands_of(self.program, group, seen, config, fold, activation)
         rows = self._shared.rows(group, self._requests[group.name].names, config)
         return Product(group.first.role, left if rows is None else with_rows(left, rows), right, fold)
 
     def _folds(self, groups: Sequence[SiteGroup], whole: Config) -> list[tuple[Fold | None, UniformQuantizer | None]]:
         """Return the fold of each group's norm and the quantizer that its channels share, or None for each."""
-        ordered = self._shared.ordered(whole)
+        ordered = self._shared.operands_in_order(whole)
         keys: list[Any] = []
         missing: dict[Any, dict[Any, tuple[Tensor, Tensor]]] = {}  # by bits and shapes, which are searched together
         search = whole.search
@@ -492,9 +492,9 @@ class Calibration:
             keys.append(key)
             if key in self._found:
                 continue
-            seen = self._observed.seen(self._requests[group.name].names) if ordered is None else ordered
+            seen = self._observed.read(self._requests[group.name].names) if ordered is None else ordered
             read = {site.left for site in self.sites if site.name in pair.sites}
-            values = joined([seen[name].flatten(0, -2) for name in sorted(read)], dim=0)
+            values = join([seen[name].flatten(0, -2) for name in sorted(read)], dim=0)
             rows = self._shared.rows(group, self._requests[group.name].names, whole)
             if rows is not None and len(rows) == len(values):
                 values = values[rows]
@@ -631,13 +631,13 @@ def _of_float32(model: nn.Module) -> nn.Module:
 def _in_float32(inputs: Sequence[Any]) -> tuple[Any, ...]:
     """Return the inputs, with half precision converted to float32 and tensors of inference mode copied."""
 
-    def taken(value: Any) -> Any:
+    def prepare(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         value = value.clone() if value.is_inference() else value
         return value.float() if value.dtype in _HALVES else value
 
-    return tuple(map(taken, inputs))
+    return tuple(map(prepare, inputs))
 
 
 def _finite(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -658,13 +658,13 @@ def _more_like(images: Sequence[Tensor], given: Tensor | Sequence[Any]) -> tuple
     told, wanted = ([(value.ndim, value.shape[1:2], value.dtype) for value in values] for values in (more, images))
     if told != wanted:
         raise CalibrationError(
-            f"the unlabelled images are {_told(more)}, but the calibration images are {_told(images)}: only the "
-            "number, height and width may differ"
+            f"the unlabelled images are {_describe(more)}, but the calibration images are {_describe(images)}: only "
+            "the number, height and width may differ"
         )
     return more
 
 
-def _told(images: Sequence[Tensor]) -> str:
+def _describe(images: Sequence[Tensor]) -> str:
     """Describe the shapes and dtypes of images for a message."""
     return " and ".join(f"{tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}" for value in images)
 

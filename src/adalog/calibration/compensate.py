@@ -135,7 +135,7 @@ class Moments:
         return torch.sub(self.yy, (weight * self.yx).sum(2), alpha=2) + ((weight @ self.xx) * weight).sum(2)
 
 
-def corrected(
+def correct(
     program: Program,
     images: Sequence[Tensor],
     assigned: Assigned,
@@ -181,8 +181,8 @@ def corrected(
             result = None if partial is None else partial.get(key, images[0].device)
             if result is None:
                 within = rewritten(program, [current[each] for each in here], made)
-                seen = _seen(floats, quantized, piece.value_in, group, within, weights or {}, streams[index])
-                result = _refitted(program, group, assignment, seen, choices)
+                seen = _collect_moments(floats, quantized, piece.value_in, group, within, weights or {}, streams[index])
+                result = _refit(program, group, assignment, seen, choices)
                 if partial is not None:
                     partial.add(key, result)
             current[index] = (group, result)
@@ -228,7 +228,7 @@ def _stream(program: Program, group: SiteGroup) -> tuple[str, str] | None:
     return (users[0].name, before[0]) if len(before) == 1 else None
 
 
-def _seen(
+def _collect_moments(
     floats: Values,
     quantized: Values,
     start: str,
@@ -266,7 +266,7 @@ def _seen(
                 if origin is None:
                     origin = x.mean(1), y.mean(1)
                 weight = _weights_of_rows(group, [weights.get(name) for name in names], inputs, axis, first, x.shape[1])
-                held = _held_out(group, inputs, axis, first, x.shape[1])
+                held = _held_out_mask(group, inputs, axis, first, x.shape[1])
                 first += inputs.shape[dim]  # a piece of a convolution's batch may start or end within an image
                 x, y = x - origin[0][:, None], y - origin[1][:, None]
                 for index, chosen in enumerate((~held, held)):
@@ -284,7 +284,7 @@ def _seen(
     return _GroupMoments(fit, rest, (origin[0].double(), origin[1].double()))
 
 
-def _held_out(group: SiteGroup, inputs: Tensor, axis: tuple[int, int] | None, first: int, rows: int) -> Tensor:
+def _held_out_mask(group: SiteGroup, inputs: Tensor, axis: tuple[int, int] | None, first: int, rows: int) -> Tensor:
     """Return a mask of the rows that belong to every fourth image: (rows,), on the CPU, so that reading it is free.
 
     axis: the image axis and the number of entries per image. first: the index of the first entry.
@@ -312,7 +312,7 @@ def _weights_of_rows(
 
     All rows count alike if their images cannot be told apart, or if there are so few that none is held out. weights:
     those of the group's outputs, whose weight of a position is the same for all images. axis, first: as in
-    `_held_out`.
+    `_held_out_mask`.
     """
     given = [weight for weight in weights if weight is not None]
     if axis is None or not given:
@@ -358,7 +358,7 @@ def _kernel(group: SiteGroup, program: Program) -> tuple[int, ...]:
     return tuple(program.tensors[node.args[1].name].shape[2:])
 
 
-def _refitted(
+def _refit(
     program: Program, group: SiteGroup, assignment: Assignment, seen: _GroupMoments, choices: Correction
 ) -> Assignment:
     """Return the group's assignment with codes, scales and bias fitted to the observed moments.
@@ -382,7 +382,7 @@ def _refitted(
     try:
         ridge = _RIDGE if fits else math.inf
         if fits and held is not None:
-            ridge = float(chosen_ridge(seen.fit, held, start) * seen.fit.count / both.count)
+            ridge = float(choose_ridge(seen.fit, held, start) * seen.fit.count / both.count)
         target = start.lerp(_target(whole, start, ridge, floor), choices.coefficient)
         damping = max(_DAMPING, _ALIKE * start.shape[2] / both.rows) if choices.robust else _DAMPING
         if compensates:
@@ -394,7 +394,7 @@ def _refitted(
         ) from cause
     levels = right.quantizer.map(lambda value: value.double().reshape(groups, -1, 1).expand(*start.shape[:2], 1))
     if compensates:
-        codes, levels = rounded(target, form, levels)
+        codes, levels = round_codes(target, form, levels)
     elif choices.ridge or choices.compensate:
         codes = levels.quantize(target)
     else:
@@ -445,7 +445,7 @@ def with_codes(right: Quantizer | QuantizedTensor, weight: Tensor) -> QuantizedT
     return QuantizedTensor.nearest(weight.reshape(*lead, -1) if math.prod(lead) == len(weight) else weight, right)
 
 
-def chosen_ridge(fit: Moments, held: Moments, start: Tensor) -> float:
+def choose_ridge(fit: Moments, held: Moments, start: Tensor) -> float:
     """Return the ridge strength, a fraction of the mean variance, with the least error on the held-out rows."""
     origin = fit.means()
     inside, outside = fit.about(*origin), held.about(*origin)
@@ -528,7 +528,7 @@ def _with_ridge(moments: Moments, added: Tensor) -> Tensor:
     return form
 
 
-def rounded(target: Tensor, form: Tensor, levels: Quantizer) -> tuple[Tensor, Quantizer]:
+def round_codes(target: Tensor, form: Tensor, levels: Quantizer) -> tuple[Tensor, Quantizer]:
     """Choose codes (G, O, K) and scales with a small quadratic error.
 
     The error is the sum of e A e^T over the rows e of the target minus the dequantized codes. target: (G, O, K). form:

@@ -82,7 +82,7 @@ def mean_distance(outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor
     return sum(((value - exact).square().mean() for value, exact in pairs), torch.zeros((), device=wanted[0].device))
 
 
-def given_probe(gradient: Tensor) -> Probe:
+def gradient_probe(gradient: Tensor) -> Probe:
     """Return a probe with a given gradient with respect to the model's only output: (images, ...)."""
     return lambda outputs, images: [_like(gradient[images], outputs[0])]
 
@@ -140,7 +140,7 @@ def squared_gradients(
         chunk = {name: _leaf(value) for name, value in images_of_batch.items()}
 
         def slopes(outputs: Sequence[Tensor], which: slice = which) -> Sequence[Sequence[Tensor]]:
-            return _drawn(probes, outputs, which, min(draw, batch))
+            return _draw(probes, outputs, which, min(draw, batch))
 
         for name, value in _squares_of_batch(values, free, chunk, names, slopes, each, ends).items():
             batches[name].append(whole(name, value))
@@ -212,7 +212,7 @@ def _squares_of_batch(
     passed.append(list(dict.fromkeys(refs_of(free.output))))
     for wanted in passed[:-1]:
         result, _ = _stretch(values, free, chunks[-1], wanted, ())
-        chunks.append({**chunks[0], **{name: _detached(value) for name, value in result.items()}})
+        chunks.append({**chunks[0], **{name: _detach(value) for name, value in result.items()}})
         del result
     result, kept = _stretch(values, free, chunks[-1], passed[-1], names)
     outputs = [value for value in leaves_of(evaluate(free.output, result)) if _has_gradient(value)]
@@ -260,7 +260,7 @@ def _stretch(
         return values.compute(chunk, wanted, free, watch), kept
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     """Return a value without its history; it requires a gradient if it did before."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
@@ -269,7 +269,7 @@ def _has_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _drawn(probes: Sequence[Probe], outputs: Sequence[Tensor], images: slice, count: int) -> Sequence[Sequence[Tensor]]:
+def _draw(probes: Sequence[Probe], outputs: Sequence[Tensor], images: slice, count: int) -> Sequence[Sequence[Tensor]]:
     """Return the gradients of each probe for a batch of images, drawn for `count` images after another.
 
     So the random numbers of an image do not depend on the batch.

@@ -42,7 +42,7 @@ def row_weights(
         return None
     roles = {name: group.first.role for group in groups for name in group.nodes}
 
-    def averaged(name: str, squares: Tensor) -> Tensor:
+    def average(name: str, squares: Tensor) -> Tensor:
         if roles[name] == "conv":
             return squares.mean(1, keepdim=True)
         rows = squares.ndim - 2
@@ -50,24 +50,24 @@ def row_weights(
 
     probes = [hessian_probe(torch.Generator().manual_seed(seed))] * _PROBES
     try:
-        means = squared_gradients(program, images, roles, probes, averaged, memory)
+        means = squared_gradients(program, images, roles, probes, average, memory)
     except CalibrationError:  # no output has a gradient
         return None
     axes, weights = image_axes(program, images), {}
     for name, mean in means.items():
         axis = axes.get(name)
-        weight = (mean if axis is None else _averaged_over_images(mean, *axis)).pow(power)
+        weight = (mean if axis is None else _average_over_images(mean, *axis)).pow(power)
         weights[name] = (1 - _EVEN) * weight / weight.mean() + _EVEN
     return weights
 
 
-def _averaged_over_images(values: Tensor, dim: int, each: int) -> Tensor:
+def _average_over_images(values: Tensor, dim: int, each: int) -> Tensor:
     """Average over the images, which have `each` entries in this dimension; keep the shape."""
     parts = values.unflatten(dim, (-1, each))
     return parts.mean(dim, keepdim=True).expand_as(parts).flatten(dim, dim + 1)
 
 
-def resampled(weights: Tensor) -> Tensor:
+def resample(weights: Tensor) -> Tensor:
     """Return as many row numbers as there are weights, (..., T), so that each row occurs in proportion to its weight.
 
     The numbers ascend. They are those of a systematic sample, which has no random part.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adalog.calibration.block_errors import picked
+from adalog.calibration.block_errors import pick
 from adalog.calibration.values import Values
 from adalog.graph.program import Program, leaves_of, refs_of
 
@@ -39,16 +39,16 @@ def output_errors(
     apart = floats.separable(outputs, program.inputs[0])
     every = torch.arange(floats.count, device=next(iter(floats.images.values())).device)
     batches = (every if numbers is None else numbers)[:_IMAGES].split(floats.batch) if apart else (every,)
-    images = [picked(floats, floats.images, batch) for batch in batches]
+    images = [pick(floats, floats.images, batch) for batch in batches]
 
     def run(candidate: Program) -> list[tuple[str, Tensor]]:
         parts = [floats.compute(chunk, outputs, candidate) for chunk in images]
         leaves = [
             [(name, leaf) for name in outputs for leaf in leaves_of(part[name]) if _is_float(leaf)] for part in parts
         ]
-        return [(same[0][0], joined(same[0][0], [leaf for _, leaf in same])) for same in zip(*leaves, strict=True)]
+        return [(same[0][0], join(same[0][0], [leaf for _, leaf in same])) for same in zip(*leaves, strict=True)]
 
-    def joined(name: str, values: Sequence[Tensor]) -> Tensor:
+    def join(name: str, values: Sequence[Tensor]) -> Tensor:
         axis = floats.axes.get(name)
         if axis is None:  # all images share it, or they cannot be separated: there is one batch
             return torch.atleast_1d(values[0])

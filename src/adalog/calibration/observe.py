@@ -66,9 +66,9 @@ class Observations:
     image.
 
     Each stage checks on two images whether batches give the same values, as `Values` does. If they do not, the stage
-    runs on all images at once. Several threads may call `seen` at the same time.
+    runs on all images at once. Several threads may call `read` at the same time.
 
-    Raises ValueError if fewer than 1,024 rows of a request would be kept. `seen` raises CalibrationError if a value is
+    Raises ValueError if fewer than 1,024 rows of a request would be kept. `read` raises CalibrationError if a value is
     not finite.
     """
 
@@ -86,7 +86,7 @@ class Observations:
             other = together.get(names, request)
             by_row, scratch = request.by_row and other.by_row, max(request.scratch, other.scratch)
             together[names] = Request(other.site, names, by_row, scratch, min(request.stride, other.stride))
-        self._stages = self._divided(list(together.values()), memory)
+        self._stages = self._divide(list(together.values()), memory)
         self._wanted = frozenset[str]().union(*(stage.names for stage in self._stages))
         self._lock = Lock()
         self._now: int | None = None
@@ -115,9 +115,9 @@ class Observations:
 
         names: the names of a request that includes `name`.
         """
-        return self._thinned(name, value, self._stages[self.stage(names)], 0)
+        return self._thin(name, value, self._stages[self.stage(names)], 0)
 
-    def seen(self, names: Collection[str]) -> Chunk:
+    def read(self, names: Collection[str]) -> Chunk:
         """Return the kept part of these values; one request must include all of them."""
         with self._lock:
             number = self.stage(names)
@@ -127,7 +127,7 @@ class Observations:
 
     # --- plan: which values are held together, and where each stage starts ---
 
-    def _divided(self, requests: Sequence[Request], memory: int) -> list[_Stage]:
+    def _divide(self, requests: Sequence[Request], memory: int) -> list[_Stage]:
         every = frozenset[str]().union(*(request.names for request in requests))
         made = [self._shapes[name].untyped_storage() for name in every if self._home[name]]
         held = {storage._cdata: storage.nbytes() for storage in made}
@@ -223,14 +223,14 @@ class Observations:
         apart = self._batch < self._all.count and self._all.keeps_apart(chunks[0], {*made, *live})
         if not apart:
             started = chunks[0].keys() - images.keys()
-            chunks = [images | self._all.joined(chunks, started, self._all.count)] if len(chunks) > 1 else chunks
+            chunks = [images | self._all.join(chunks, started, self._all.count)] if len(chunks) > 1 else chunks
         elif len(chunks) == 1:
             chunks = self._all.split(chunks[0], self._batch)
         if stage.cut is not None:
             self._checkpoint = self._beginning  # the next run starts here if this one fails
         queue, following = deque(chunks), list[Chunk]()
         del chunks  # so that each chunk is freed once it has been read
-        values = {name: self._thinned(name, images[name], stage, 0) for name in stage.names & images.keys()}
+        values = {name: self._thin(name, images[name], stage, 0) for name in stage.names & images.keys()}
         before = 0
         while queue:
             chunk = queue.popleft()
@@ -274,7 +274,7 @@ class Observations:
             return 0, self._shapes[name][..., 0].numel() // self._all.count
         return axes.get(name)
 
-    def _thinned(self, name: str, value: Tensor, stage: _Stage, before: int) -> Tensor:
+    def _thin(self, name: str, value: Tensor, stage: _Stage, before: int) -> Tensor:
         """Return the kept part of a value, which is the same for any split into batches.
 
         before: the number of images in earlier batches.
@@ -289,7 +289,7 @@ class Observations:
 
     def _place(self, name: str, value: Tensor, stage: _Stage, before: int, apart: bool, values: Chunk) -> None:
         """Copy the kept part of a batch's value to its place in the value of all images."""
-        piece = self._thinned(name, value, stage, before)
+        piece = self._thin(name, value, stage, before)
         if not apart or (counted := self._counted(name, stage)) is None:  # it already covers all images
             values[name] = piece if stage.stride == 1 else piece.clone()
             return

@@ -137,7 +137,7 @@ def operands_of(
     weight = torch.cat(weights)
     if fold is not None:
         inputs, weight = [fold.activation(x) for x in inputs], fold.weight(weight)
-    rows = joined([x.reshape(-1, x.shape[-1]) for x in inputs], dim=0)
+    rows = join([x.reshape(-1, x.shape[-1]) for x in inputs], dim=0)
     return Operand(rows, activation), Operand(weight, weight_format(config, 0))
 
 
@@ -173,7 +173,7 @@ def in_shape_of_product(program: Program, group: SiteGroup, values: Mapping[str,
             rows = results[0]
         before = found.get(call[0].left)
         found[call[0].left] = rows if before is None else before + rows
-    return joined(list(found.values()), dim=-2)
+    return join(list(found.values()), dim=-2)
 
 
 def why_unfolded(
@@ -259,9 +259,9 @@ def _conv_operands(
         ones = ones.expand(*ones.shape[:3], weight.shape[1], *kernel)
         return _conv_rows([ones] * len(images), len(images), overlap)
 
-    mask, x = None, joined([rows(images) for images in inputs], dim=-2)
+    mask, x = None, join([rows(images) for images in inputs], dim=-2)
     if any(padding) and not activation.has_zero:
-        mask = joined([inside(images) for images in inputs], dim=-2).expand_as(x)
+        mask = join([inside(images) for images in inputs], dim=-2).expand_as(x)
     left = in_format(Operand(x, activation, mask), activation, config)
     if groups == 1:
         return left, Operand(weight.flatten(1), weight_format(config, 0))
@@ -291,7 +291,7 @@ def with_rows(operand: Operand, rows: Tensor) -> Operand:
     return replace(operand, values=operand.values.gather(-2, index))
 
 
-def joined(rows: list[Tensor], dim: int) -> Tensor:
+def join(rows: list[Tensor], dim: int) -> Tensor:
     """Concatenate the rows of several inputs; a single input is not copied."""
     return rows[0] if len(rows) == 1 else torch.cat(rows, dim)
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from adalog.calibration.block_errors import LOSSES, BlockOutput, Loss, picked
+from adalog.calibration.block_errors import LOSSES, BlockOutput, Loss, pick
 from adalog.calibration.judge import output_errors
 from adalog.calibration.partial import Partial
 from adalog.calibration.replay import Masks, Replay, random_mask
-from adalog.calibration.schedule import SERIAL, Resources, coded, coded_list
+from adalog.calibration.schedule import SERIAL, Resources, assignment_codec, assignments_codec
 from adalog.calibration.training import BatchedRounding, GroupInTraining, Side, confine
 from adalog.calibration.values import Chunk, Values
 from adalog.choices import Reconstruction
@@ -76,7 +76,7 @@ _PRODUCTS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def reconstructed(
+def reconstruct(
     program: Program,
     images: Sequence[Tensor],
     assigned: Assigned,
@@ -128,7 +128,7 @@ def reconstructed(
         members = [index for index, (group, _) in enumerate(current) if group.changes <= names]
         keys = [f"{stage} of {current[index][0].name}" for index in members]
         done = {key: found for key in keys if partial is not None and (found := partial.get(key, device)) is not None}
-        done = ranks.agreed(keys, done, coded(device))
+        done = ranks.agreed(keys, done, assignment_codec(device))
         if len(done) < len(keys) and floats.is_float(block.value_out):
             here = [current[index] for index in members]
             beside = [
@@ -155,7 +155,7 @@ def reconstructed(
                     least = changed
                 return list(trained)
 
-            agreed = ranks.by_first(chosen, coded_list(device))
+            agreed = ranks.by_first(chosen, assignments_codec(device))
             done = dict(zip(keys, agreed, strict=True))
             if partial is not None and ranks.first:
                 for key, assignment in done.items():
@@ -325,7 +325,7 @@ class BlockInTraining:
             row.add_(1)
             masks.renew()
             with torch.enable_grad():
-                h = rounding.rounded()
+                h = rounding.round()
                 program = self._rewritten([(each.group, each.soft(rounding.by_weight(h))) for each in self._groups])
                 loss = self._loss(program, numbers, self._choices.drop, masks.take) / unit
                 if h is not None:
@@ -416,7 +416,7 @@ class BlockInTraining:
         batches = self._judging.split(self._batch)
 
         def parts(number: int) -> Tensor:
-            chunks = (picked(self._values, chunk, batches[number]) for chunk in (self._exact, self._given))
+            chunks = (pick(self._values, chunk, batches[number]) for chunk in (self._exact, self._given))
             exact, given = (
                 self._values.compute(chunk, names, each)
                 for chunk, each in zip(chunks, (self._nodes, program), strict=True)
@@ -474,10 +474,10 @@ class BlockInTraining:
 
         drop, mask: as in `_run`; here drop is also the share of the inputs that are exact.
         """
-        given, wanted = (picked(self._values, chunk, numbers) for chunk in (self._given, self._wanted))
+        given, wanted = (pick(self._values, chunk, numbers) for chunk in (self._given, self._wanted))
         name = self._in
         if drop and mask is not None and given[name].is_floating_point():
-            exact = picked(self._values, {name: self._exact[name]}, numbers)
+            exact = pick(self._values, {name: self._exact[name]}, numbers)
             given[name] = given[name].lerp(exact[name], mask(given[name]))
         difference = self._run(program, given, drop, mask) - wanted[self._out]
         return self._error(difference, numbers)
@@ -502,7 +502,7 @@ class BlockInTraining:
     def _runner(self, assigned: Assigned) -> Callable[[Tensor], Tensor]:
         """Return a function that maps image indices to the block's output, quantized like this."""
         program = self._rewritten(assigned)
-        return lambda numbers: self._run(program, picked(self._values, self._given, numbers))
+        return lambda numbers: self._run(program, pick(self._values, self._given, numbers))
 
 
 def _exponent(done: float) -> float:

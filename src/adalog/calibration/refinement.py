@@ -22,7 +22,7 @@ class Refinement(ABC):
     kind: ClassVar[str]
 
     @abstractmethod
-    def refined(
+    def refine(
         self, program: Program, images: Sequence[Tensor], assigned: Assigned, squares: Gradients, seed: int, memory: int
     ) -> Assigned:
         """Return the assignments after the stage; an unchanged one stays the same object. memory: as in `Values`."""

@@ -84,7 +84,7 @@ class Replay:
         self._records = has_graphs(masks.generator.device)
 
     @property
-    def recorded(self) -> bool:
+    def is_recorded(self) -> bool:
         """True if the next step replays a graph."""
         return self._graph is not None
 

@@ -85,7 +85,7 @@ def units_of_work(size: int) -> int:
     return 1 + size // _BYTES_PER_UNIT
 
 
-def coded(device: torch.device) -> Codec[Assignment]:
+def assignment_codec(device: torch.device) -> Codec[Assignment]:
     """Return the encoding that sends assignments between ranks exactly.
 
     device: the device for received assignments.
@@ -96,8 +96,8 @@ def coded(device: torch.device) -> Codec[Assignment]:
     )
 
 
-def coded_list(device: torch.device) -> Codec[list[Assignment]]:
-    """Return the encoding for lists of assignments; see `coded`."""
+def assignments_codec(device: torch.device) -> Codec[list[Assignment]]:
+    """Return the encoding for lists of assignments; see `assignment_codec`."""
     return Codec(
         lambda assigned: json.dumps([assignment_json(each) for each in assigned]).encode(),
         lambda name, content: [assignment_of(name, each).to(device) for each in json.loads(content)],
@@ -115,7 +115,7 @@ class Scratch:
         self._changed = Condition()
 
     @contextmanager
-    def taken(self, size: int) -> Iterator[None]:
+    def reserve(self, size: int) -> Iterator[None]:
         """Take `size` bytes while the context is open."""
         size = min(size, self._size)
         with self._changed:
@@ -154,7 +154,7 @@ def run_searches(
     total = sum(work_of[group.name] for split in splits for stack in split for group in stack)
     found = dict[str, Assignment]()
 
-    def told(names: Iterable[str]) -> None:
+    def report(names: Iterable[str]) -> None:
         waiting = next((name for name in names if name not in found), None)
         if waiting is not None:
             resources.report(sum(work_of[name] for name in list(found)), total, waiting)
@@ -174,10 +174,10 @@ def run_searches(
                 partial.add(name, found[name])
 
         def find(first: str, stacks: Mapping[str, Sequence[SiteGroup]] = stacks) -> list[Assignment]:
-            with scratch.taken(size(stacks[first])):
+            with scratch.reserve(size(stacks[first])):
                 return search(stacks[first])
 
-        def finished(
+        def finish(
             first: str,
             assigned: list[Assignment],
             own: bool,
@@ -188,13 +188,13 @@ def run_searches(
                 found[name] = assignment
                 if partial is not None and own:
                     partial.add(name, assignment)
-            told(names)
+            report(names)
 
-        told(names)
+        report(names)
         whole = [first for first, group_names in members.items() if found.keys() >= {*group_names}]
         done = {first: [found[name] for name in members[first]] for first in whole}
         shared = ranks.shared(
-            list(stacks), find, coded=coded_list(device), threads=resources.jobs, known=done, finished=finished
+            list(stacks), find, coded=assignments_codec(device), threads=resources.jobs, known=done, finished=finish
         )
         for first, assigned in shared.items():
             found.update(zip(members[first], assigned, strict=True))

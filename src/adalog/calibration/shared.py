@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.calibration.gradients import given_probe, hessian_probe, noise_probe, squared_gradients
-from adalog.calibration.importance import resampled, row_weights
+from adalog.calibration.gradients import gradient_probe, hessian_probe, noise_probe, squared_gradients
+from adalog.calibration.importance import resample, row_weights
 from adalog.calibration.observe import Observations
 from adalog.calibration.operands import choices_of, formats_of, in_shape_of_product, operands_of
 from adalog.config import Config
@@ -60,7 +60,7 @@ class ProductFields:
 
     def prepare(self, config: Config) -> None:
         """Compute everything that the searches of a configuration share, before they run in parallel."""
-        self.ordered(config)
+        self.operands_in_order(config)
         needs = config.search.needs
         if needs.probes:
             self.squared_gradients(needs.probes, noise=needs.noise)
@@ -69,7 +69,7 @@ class ProductFields:
         if needs.importance:
             self.row_weights(needs.importance)
 
-    def wanted(self, group: SiteGroup, names: Collection[str], config: Config) -> dict[str, Any]:
+    def gather_fields(self, group: SiteGroup, names: Collection[str], config: Config) -> dict[str, Any]:
         """Return the fields "weights" and "row_splits" of a group's product, if its search needs them.
 
         names: the names of the values that the group's search reads.
@@ -91,7 +91,7 @@ class ProductFields:
         """Return the numbers of the rows of a group's left operand with which a search counts them by importance.
 
         The numbers have the shape (T,), or (*batch, T) for a product of activations. None: the search reads each row
-        once. names: as in `wanted`.
+        once. names: as in `gather_fields`.
         """
         power = config.search.needs.importance
         weights = self.row_weights(power) if power else None
@@ -106,7 +106,7 @@ class ProductFields:
             channels = len(self._program.tensors[group.first.right])
             values = {name: value.expand(-1, channels, -1, -1) for name, value in values.items()}
         found = in_shape_of_product(self._program, group, values).mean(-1)
-        return resampled(found.mean(0) if group.first.role == "conv" and found.ndim > 1 else found)
+        return resample(found.mean(0) if group.first.role == "conv" and found.ndim > 1 else found)
 
     def row_weights(self, power: float) -> dict[str, Tensor] | None:
         """Return the weights of the rows of every site's output: `importance.row_weights`."""
@@ -120,17 +120,17 @@ class ProductFields:
         """Return a cache key: the config if sites are calibrated in sequence, else None."""
         return None if config.search.needs.observe is None else config
 
-    def ordered(self, config: Config) -> Mapping[str, Tensor] | None:
+    def operands_in_order(self, config: Config) -> Mapping[str, Tensor] | None:
         """Return the operands by name if sites are calibrated in sequence under these choices, else None."""
         observe = config.search.needs.observe
         if observe is None:
             return None
         if self._in_order is None or self._in_order[0] != config:  # held for one configuration at a time
-            search = functools.partial(self._searched, config)
+            search = functools.partial(self._search, config)
             self._in_order = config, observe(self._program, self._images, self._groups, search)
         return self._in_order[1]
 
-    def _searched(self, config: Config, group: SiteGroup, seen: Mapping[str, Tensor]) -> Assignment:
+    def _search(self, config: Config, group: SiteGroup, seen: Mapping[str, Tensor]) -> Assignment:
         """Search the quantizers of a group on these operands, before its norm is folded.
 
         Each channel of a norm that will be folded has its own quantizer (RepQ-ViT).
@@ -150,7 +150,7 @@ class ProductFields:
         if key not in self._found:
             generator = torch.Generator().manual_seed(self._seed)
             drawn = [noise_probe(generator)] if noise else [hessian_probe(generator)] * probes
-            given = drawn if self._probe is None else [given_probe(self._probe)]
+            given = drawn if self._probe is None else [gradient_probe(self._probe)]
             sites = {name for group in self._groups for name in group.nodes}
             names = sites | {block.value_out for block in self._blocks}
             self._found[key] = squared_gradients(self._program, self._images, names, given, memory=self._memory)

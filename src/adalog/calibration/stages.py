@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from adalog.calibration.compensate import corrected
+from adalog.calibration.compensate import correct
 from adalog.calibration.partial import Partial
-from adalog.calibration.reconstruct import reconstructed
-from adalog.calibration.schedule import Resources, coded_list
+from adalog.calibration.reconstruct import reconstruct
+from adalog.calibration.schedule import Resources, assignments_codec
 from adalog.calibration.shared import ProductFields
 from adalog.choices import Correction, Fitting, Reconstruction
 from adalog.config import LOSSES, Config, Stage
@@ -30,7 +30,7 @@ def check_images(config: Config, unlabelled: Sequence[Tensor]) -> None:
         )
 
 
-def staged(
+def run_stages(
     stages: Sequence[Stage],
     program: Program,
     images: Sequence[Tensor],
@@ -52,33 +52,33 @@ def staged(
     and adding up sums over parts of the images would change their last bits.
     """
 
-    def changed_by(stage: Stage, assigned: Assigned) -> Assigned:
+    def run_stage(stage: Stage, assigned: Assigned) -> Assigned:
         if isinstance(stage, Fitting):
             fitted = images if stage.images is None else take(unlabelled, range(stage.images))
             if isinstance(stage, Correction):
                 alike = [value.shape[1:] for value in fitted] == [value.shape[1:] for value in images]
                 weights = shared.row_weights(stage.importance) if alike else None  # positions are those of one size
                 progress = resources.progress
-                return corrected(
+                return correct(
                     program, fitted, assigned, stage, weights, memory=memory, partial=partial, progress=progress
                 )
-            return reconstructed(
+            return reconstruct(
                 program, fitted, assigned, stage, resources, losses=LOSSES, seed=seed, memory=memory, partial=partial
             )
-        changed = stage.refined(program, images, assigned, shared.squared_gradients, seed, memory)
+        changed = stage.refine(program, images, assigned, shared.squared_gradients, seed, memory)
         return [
             (group, before if after is before else judge(group, after))
             for (group, before), (_, after) in zip(assigned, changed, strict=True)
         ]
 
-    changed, coded = list(assigned), coded_list(images[0].device)
+    changed, coded = list(assigned), assignments_codec(images[0].device)
     for stage in stages:
         if isinstance(stage, Reconstruction):
-            changed = list(changed_by(stage, changed))
+            changed = list(run_stage(stage, changed))
             continue
 
         def run(stage: Stage = stage, before: Assigned = changed) -> list[Assignment]:
-            return [assignment for _, assignment in changed_by(stage, before)]
+            return [assignment for _, assignment in run_stage(stage, before)]
 
         found = resources.ranks.by_first(run, coded)
         changed = [(group, assignment) for (group, _), assignment in zip(assigned, found, strict=True)]

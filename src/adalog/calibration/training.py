@@ -227,19 +227,19 @@ class BatchedRounding:
         shares = [side.latent.new_full((side.latent.numel(),), 1 / side.latent.numel()) for side in self._sides]
         self._shares = torch.cat(shares) if shares else None  # of each value in the mean over its weight
 
-    def rounded(self) -> Tensor | None:
+    def round(self) -> Tensor | None:
         """Return h(V) of all weights in a row, or None if there are no such weights."""
         if self._shares is None:
             return None
         return rectified_sigmoid(torch.cat([side.latent.flatten() for side in self._sides]))
 
     def by_weight(self, h: Tensor | None) -> dict[Side, Tensor]:
-        """Return the result of `rounded` for each weight."""
+        """Return the result of `round` for each weight."""
         parts = [] if h is None else h.split(self._counts)
         return {side: part.view(side.latent.shape) for side, part in zip(self._sides, parts, strict=True)}
 
     def regulariser(self, h: Tensor | None, exponent: Tensor) -> Tensor | float:
-        """Return the sum over the weights of AdaRound's regulariser. h: the result of `rounded`."""
+        """Return the sum over the weights of AdaRound's regulariser. h: the result of `round`."""
         if h is None or self._shares is None:
             return 0.0
         return (rounding_regulariser(h, exponent) * self._shares).sum()

@@ -125,14 +125,14 @@ class Values:
         program: another program with the same values, such as the quantized one, or a rewritten result of `operations`.
         """
         if given is not None:
-            return self._computed(self._split(given, names, program), names, program)
-        known, missing = dict(self.images), [name for name in names if self._held_for(name) < self.count]
+            return self._compute(self._split(given, names, program), names, program)
+        known, missing = dict(self.images), [name for name in names if self._held_images(name) < self.count]
         if missing:
             if self._all_fit and self._ahead and missing[0] in self.starts:
                 missing += [name for name in self._from(missing[0]) if name not in missing]
             source, _ = self._source(missing, self.count)
             split = self._may_split(source, missing)
-            known |= self._computed(self._sources(missing, 0, self.count) if split else [source], missing)
+            known |= self._compute(self._sources(missing, 0, self.count) if split else [source], missing)
             self._hold({name: known[name] for name in missing})
         return {name: (self._held | known)[name] for name in names}
 
@@ -252,7 +252,7 @@ class Values:
             return [chunk]
         return [self.part(chunk, first, min(size, count - first)) for first in range(0, count, size)]
 
-    def joined(self, chunks: Iterable[Chunk], names: Collection[str], count: int) -> Chunk:
+    def join(self, chunks: Iterable[Chunk], names: Collection[str], count: int) -> Chunk:
         """Join the named values of chunks of consecutive images, `count` in all."""
         result: Chunk = {}
         before = 0
@@ -275,7 +275,7 @@ class Values:
         """Return a start and all starts after it."""
         return self.starts[self.starts.index(start) :] if start in self.starts else (start,)
 
-    def _held_for(self, name: str) -> int:
+    def _held_images(self, name: str) -> int:
         """Return for how many images, counted from the first one, a value is held."""
         value = (self.images | self._held).get(name)
         if value is None or name in self.images or self._all_fit:
@@ -299,7 +299,7 @@ class Values:
         """
         behind = self._from(names[0])[1:]
         for start in reversed(self.starts[: len(self.starts) - len(behind)]):
-            if start in self._held and (held := self._held_for(start)) >= count:
+            if start in self._held and (held := self._held_images(start)) >= count:
                 return {**self.images, start: self._held[start]}, held
         return dict(self.images), self.count
 
@@ -309,7 +309,7 @@ class Values:
         Later values are tested from there, because a test from the images would run the network up to every start.
         """
         for name in reversed(self.starts[: len(self.starts) - len(self._from(start))]):
-            if name in self._held and name in self._apart and self._held_for(name) > 1:
+            if name in self._held and name in self._apart and self._held_images(name) > 1:
                 return {**self.images, name: self._held[name]}
         return dict(self.images)
 
@@ -324,14 +324,14 @@ class Values:
     def _batches_of(self, start: str) -> Iterator[Chunk]:
         """Yield the images and a start in batches; hold the start for as many of the first images as fit."""
         size = size_in_bytes(self.shapes[start])
-        fits = self._all_fit or size <= self._limit or self._held_for(start) == self.count
+        fits = self._all_fit or size <= self._limit or self._held_images(start) == self.count
         if fits or not self._may_split(self._source([start], self.count)[0], [start]):
             yield from self._split(self.images | self.of([start]))
             return
         # Hold whole batches only, so that the batches of two programs start at the same images.
         first = self._limit * self.count // size // self.batch * self.batch
         if first and start not in self._held:
-            self._held = self._computed(self._sources([start], 0, first), [start], count=first)
+            self._held = self._compute(self._sources([start], 0, first), [start], count=first)
         if first:
             yield from self.split({**self.part(self.images, 0, first), start: self._held[start]}, self.batch)
         for chunk in self._sources([start], first, self.count):
@@ -339,14 +339,14 @@ class Values:
 
     # --- batches of images, if these are kept apart ---
 
-    def _computed(
+    def _compute(
         self, chunks: Iterable[Chunk], names: Collection[str], program: Program | None = None, count: int | None = None
     ) -> Chunk:
         """Compute named values from one chunk of all images at once, or from several chunks of `count` images."""
         if isinstance(chunks, list) and len(chunks) == 1:
             return self.compute(chunks[0], names, program)
         made = ({**self._images_of(chunk), **self.compute(chunk, names, program)} for chunk in chunks)
-        return self.joined(made, names, count or self.count)
+        return self.join(made, names, count or self.count)
 
     def _images_of(self, chunk: Chunk) -> Chunk:
         return {name: chunk[name] for name in self.images}

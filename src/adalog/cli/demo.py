@@ -102,7 +102,7 @@ def command(
                 kept.append((artifacts[method, config], quantized.quantized, executor, result))
                 count = quantized.save(artifacts[method, config])
             else:
-                count = len(artifact.encoded(quantized.quantized))
+                count = len(artifact.encode(quantized.quantized))
             rows.append(
                 {
                     "bits": config.bits,

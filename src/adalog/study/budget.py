@@ -151,7 +151,7 @@ class _Maker:
 
 def taken(model: QuantizedModel) -> tuple[int, int]:
     """Return how much of a budget a model takes: the bytes of its file, and the BOPs of one image's products."""
-    return len(artifact.encoded(model.quantized)), cost(model.program, model.example).bops
+    return len(artifact.encode(model.quantized)), cost(model.program, model.example).bops
 
 
 def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, int], extra: Totals) -> BudgetedModel:
