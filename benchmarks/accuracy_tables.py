@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import mean, median, stdev
 from typing import Any
 
-from adalog.methods import labelled
+from adalog.methods import label
 
 FRONT_PAGE = ("adalog", "adalog-paper", "repq-vit", "ptq4vit", "percentile")
 
@@ -43,7 +43,7 @@ def front_page_table() -> str:
     widths = ("w8a8", "w6a6", "w4a4")
     lines = [["full precision", *[f"{100 * result['fp32']['top1']:.1f} %"] * len(widths)]]
     for method in FRONT_PAGE:
-        cells = [labelled(method), *(percent(rows[width, method], "top1") for width in widths)]
+        cells = [label(method), *(percent(rows[width, method], "top1") for width in widths)]
         lines.append([f"**{cell}**" for cell in cells] if method == "adalog" else cells)
     note = (
         f"Top-1 on {result['queries']:,} ImageNet photographs with TinyViT-5M (nearest-neighbour classification by its "
@@ -62,7 +62,7 @@ def real_table() -> str:
     lines = [["fp32", "", interval, *[""] * 5]]
     for (bits, method), rows in group_rows(result).items():
         lost = 100 * (full["top1"] - mean(row["top1"] for row in rows))
-        name = labelled(method) + " †" * any("renewed" in row for row in rows)
+        name = label(method) + " †" * any("renewed" in row for row in rows)
         test = f"{median(row['mcnemar_p'] for row in rows):.2g}"
         lines.append([bits.upper(), name, percent(rows, "top1"), f"{lost:.1f}", percent(rows, "agreement"), test])
         lines[-1] += [p_adalog(rows, result), f"{mean(row['cpu_seconds'] for row in rows):.0f}"]
@@ -89,7 +89,7 @@ def seeds_table() -> str:
     heads = ["bits", "method", "seeds", "top-1", "agreement", "p, adalog", "calibration [CPU s]"]
     lines = []
     for (bits, method), rows in group_rows(result).items():
-        cells = [bits.upper(), labelled(method), str(len(rows)), percent(rows, "top1"), percent(rows, "agreement")]
+        cells = [bits.upper(), label(method), str(len(rows)), percent(rows, "top1"), percent(rows, "agreement")]
         lines.append([*cells, p_adalog(rows, result), f"{mean(row['cpu_seconds'] for row in rows):.0f}"])
     note = (
         f"Mean ± standard deviation over random sets of {result['calibration_images']} support images. Full precision "
@@ -109,7 +109,7 @@ def classifier_table() -> str:
     ]
     for (bits, method), rows in group_rows(result).items():
         top1 = mean(row["top1"] for row in rows)
-        lines.append([bits.upper(), labelled(method), str(len(rows)), percent(rows, "top1")])
+        lines.append([bits.upper(), label(method), str(len(rows)), percent(rows, "top1")])
         lines[-1] += [f"{100 * top1 / full['top1']:.1f} %", percent(rows, "agreement")]
         lines[-1] += [f"{mean(row['kl'] for row in rows):.3f}", f"{mean(row['cpu_seconds'] for row in rows):.0f}"]
     note = (
@@ -155,7 +155,7 @@ def demo_table() -> str:
     result = read("demo")
     lines = [["fp32", "", f"{100 * result['fp32']['top1']:.2f} %", "", ""]]
     for row in result["rows"]:
-        cells = [row["bits"].upper(), labelled(row["method"]), mean_text(row["top1"]), mean_text(row["agreement"])]
+        cells = [row["bits"].upper(), label(row["method"]), mean_text(row["top1"]), mean_text(row["agreement"])]
         cells.append(f"{row['bytes']['mean'] / 1e6:.2f} MB")
         lines.append([f"**{cell}**" for cell in cells] if row["method"] == "adalog" else cells)
     seeds = result["seeds"]
@@ -194,7 +194,7 @@ def released_table() -> str:
     bits = sorted({row["bits"] for row in result["rows"]}, reverse=True)
     rows = {(row["names"][0], row["bits"]): row for row in result["rows"]}
     lines = [
-        [labelled(method), *(mean_text(rows[method, width][name]) for width in bits for name in ("top1", "agreement"))]
+        [label(method), *(mean_text(rows[method, width][name]) for width in bits for name in ("top1", "agreement"))]
         for method in dict.fromkeys(name for name, _ in rows)
     ]
     seeds = len(result["rows"][0]["top1"]["values"])
@@ -234,7 +234,7 @@ def sides_table() -> str:
     lines = []
     for method in dict.fromkeys(row["method"] for row in result["rows"]):
         tops = {row["bits"]: mean_text(row["top1"]) for row in result["rows"] if row["method"] == method}
-        lines.append([labelled(method), *(tops.get(width, "") for width in bits)])
+        lines.append([label(method), *(tops.get(width, "") for width in bits)])
     return f"{markdown_table(['method', *map(str.upper, bits)], lines)}\n\n{source('sides')}"
 
 
@@ -245,7 +245,7 @@ def detector_table() -> str:
     bits = list(dict.fromkeys(width for width, _ in rows))
     lines = []
     for method in dict.fromkeys(method for _, method in rows):
-        cells = [labelled(method)]
+        cells = [label(method)]
         for width in bits:
             for name in ("box_ap", "mask_ap"):
                 values = [100 * row[name] for row in rows[width, method]]

@@ -47,7 +47,7 @@ class Judge:
         self.draws = [generator.integers(0, len(self.scenes), len(self.scenes)) for _ in range(RESAMPLED)]
 
     def results(self, detector: Detector) -> list[dict[str, Any]]:
-        return demo.found_in(detector, self.scenes, demo.TESTED)
+        return demo.detect(detector, self.scenes, demo.TESTED)
 
     def resampled(self, results: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
         """Return the AP of boxes and of masks on each resampling of the scenes."""

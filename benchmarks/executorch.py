@@ -45,7 +45,7 @@ def measure(bench: RealBench, asked: argparse.Namespace) -> dict[str, Any]:
     labels = bench.labels[queries]
     calibration = Calibration(bench.model, bench.calibration_images(SEED), seed=SEED)
     start = time.process_time()
-    plain = executorch.lowered(without_fused_attention(bench.model), (images[:1],), {})
+    plain = executorch.lower(without_fused_attention(bench.model), (images[:1],), {})
     rows = [{"bits": "fp32", "export_seconds": time.process_time() - start, "bytes": len(plain)}]
     files = {"fp32": plain}
     runs: dict[str, Any] = {}

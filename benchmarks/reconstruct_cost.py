@@ -28,7 +28,7 @@ from adalog.calibration.reconstruct import BlockInTraining
 from adalog.calibration.values import Values
 from adalog.device import multiplies_bfloat16
 from adalog.graph.program import Program, Ref
-from adalog.graph.rewrite import rewritten
+from adalog.graph.rewrite import rewrite
 from adalog.graph.sites import find_blocks
 from adalog.graph.stretches import cut
 from adalog.study.doctor import machine
@@ -64,7 +64,7 @@ def block_in_training(model: nn.Module, noise: Tensor, choices: Reconstruction, 
     assigned = calibration.assign(config)
     blocks = find_blocks(calibration.program)
     floats = Values(calibration.program, [noise], blocks=blocks)
-    quantized = Values(rewritten(calibration.program, assigned), [noise], blocks=blocks, like=floats)
+    quantized = Values(rewrite(calibration.program, assigned), [noise], blocks=blocks, like=floats)
     names = {node.name for node in floats.operations(blocks[NUMBER]).nodes}
     here = [(group, found) for group, found in assigned if set(group.nodes) <= names]
     return BlockInTraining(calibration.program, floats, quantized, blocks[NUMBER], here, choices, seed)

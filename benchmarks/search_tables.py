@@ -4,7 +4,7 @@ from benchmarks.publish import RESULTS, markdown_table, read, source
 
 from typing import Any
 
-from adalog.methods import labelled
+from adalog.methods import label
 
 WAYS = {
     "equals": "equals: six steps, three rounds, float32",
@@ -114,7 +114,7 @@ def ablation_table() -> str:
     """Return what each part of the search contributes on the bundled ViT."""
     result = read("search-demo-ablation")
     lines = [
-        [labelled(kind), f"{row['loss']:.4f}", f"{row['held_out']:.4f}", f"{row['seconds']:.0f}"]
+        [label(kind), f"{row['loss']:.4f}", f"{row['held_out']:.4f}", f"{row['seconds']:.0f}"]
         for kind, row in result["variants"].items()
     ]
     note = f"Errors over those of the default, geometric means over all sites. {source('search-demo-ablation')}"

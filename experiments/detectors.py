@@ -27,7 +27,7 @@ from adalog.detection.images import Batch, batches_of, read
 from adalog.detection.quantized import fastest, quantize_detector
 from adalog.errors import DataError
 from adalog.inputs.images import find_images
-from adalog.methods import labelled
+from adalog.methods import label
 
 TABLE = "C"
 _MEASURED = ("box_ap", "mask_ap", "seconds")
@@ -66,7 +66,7 @@ class DetectorBench:
         Raises DataError if there are fewer images.
         """
         if self.data is None:
-            return [batch for _, batch in demo.batches(demo.drawn(count, seed), 4)]
+            return [batch for _, batch in demo.batches(demo.draw(count, seed), 4)]
         images = find_images(self.data / "train").sample(count, seed)
         return batches_of([read(path) for path in images.paths], self.detector.settings.resizing)
 
@@ -75,7 +75,7 @@ class DetectorBench:
         if self.data is None:
             scenes = [scene(number) for number in demo.TESTED]
             told = demo.truth(zip(demo.TESTED, scenes, strict=True))
-            return coco.average_precision(told, demo.found_in(runs, scenes, demo.TESTED))
+            return coco.average_precision(told, demo.detect(runs, scenes, demo.TESTED))
         annotated = coco.read_annotations(self.data / "instances.json", self.data / "val")
 
         def found() -> Iterator[Detections]:
@@ -191,7 +191,7 @@ def markdown(result: dict[str, Any], heading: str = "## ") -> str:
         reasons = []
         for row in result["rows"]:
             if row["model"] == model:
-                name, width = labelled(row["names"][0]), bits_name(Config.preset(row["bits"]))
+                name, width = label(row["names"][0]), bits_name(Config.preset(row["bits"]))
                 compared |= bool(row["published"])
                 if "refusal" in row:
                     reasons.append(f"{name} at {width}: {row['refusal']}")

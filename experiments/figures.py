@@ -50,7 +50,7 @@ from adalog.graph.program import Node
 from adalog.inputs import zoo
 from adalog.inputs.images import ImageSet
 from adalog.ledger import LedgerRow
-from adalog.methods import labelled
+from adalog.methods import label
 from adalog.study.drawing import COLOURS, SMALL, TEXT, add_legend, new_figure, rendered, title_of
 from adalog.study.levels import HISTOGRAMS, LEVEL_METHODS, Panel, histogram_panels, level_figure
 
@@ -165,7 +165,7 @@ def sqnr_figure(ledgers: Mapping[str, Sequence[LedgerRow]], title: str = "") -> 
                 linestyle=_DASHES[index % len(_DASHES)],
                 ms=6,
                 lw=1.4,
-                label=labelled(method),
+                label=label(method),
             )
         axis.set_title(kind, fontsize=TEXT, parse_math=False)
         axis.grid(axis="y", color="#DDDDDD", lw=0.8)

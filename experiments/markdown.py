@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from adalog.config import Config
-from adalog.methods import labelled
+from adalog.methods import label
 
 
 def markdown(result: Mapping[str, Any], heading: str = "## ") -> str:
@@ -58,7 +58,7 @@ def _markdown_table(table: Mapping[str, Any], whole: Mapping[str, Any], rows: Se
         beside = [value for value in row["p_adalog"] if value is not None]
         line = {"bits": bits_name(Config.preset(row["bits"])), **dict(zip(names, row["names"], strict=True))}
         if "method" in line:
-            line["method"] = labelled(line["method"])
+            line["method"] = label(line["method"])
         line |= _figures(row, table["cost"])
         if len(row["seeds"]) < draws:
             line["top-1 [%]"] += f" ({len(row['seeds'])} of {draws} seeds)"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from adalog import DataError
-from adalog.detection.boxes import anchors, decoded, encoded, levels, pasted, regions, suppressed
+from adalog.detection.boxes import anchors, decode_boxes, encode_boxes, levels, paste, regions, suppress
 
 pytest.importorskip("torchvision")
 
@@ -35,7 +35,7 @@ def test_anchors():
 def test_offsets(stds):
     """Times their stds, then dw and dh within +-ln(62.5), then within the image without padding."""
     boxes, offsets = random_boxes(40), torch.randn(40, 4, generator=torch.Generator().manual_seed(1)) * 30
-    found = decoded(boxes, offsets, stds, (50, 70))
+    found = decode_boxes(boxes, offsets, stds, (50, 70))
     for box, (dx, dy, dw, dh), got in zip(boxes.tolist(), offsets.tolist(), found.tolist(), strict=True):
         width, height = box[2] - box[0], box[3] - box[1]
         x = (box[0] + box[2]) / 2 + dx * stds[0] * width
@@ -50,7 +50,7 @@ def test_offsets(stds):
 
 def test_encoded_is_the_inverse():
     boxes, targets = random_boxes(20), random_boxes(20, seed=2)
-    found = decoded(boxes, encoded(boxes, targets, (0.1, 0.1, 0.2, 0.2)), (0.1, 0.1, 0.2, 0.2), (60, 80))
+    found = decode_boxes(boxes, encode_boxes(boxes, targets, (0.1, 0.1, 0.2, 0.2)), (0.1, 0.1, 0.2, 0.2), (60, 80))
     torch.testing.assert_close(found, targets, atol=1e-3, rtol=1e-4)
 
 
@@ -133,8 +133,8 @@ def test_suppression_is_by_group():
         if all(overlap(boxes[index].tolist(), boxes[other].tolist()) <= 0.5 for other in rivals):
             kept.append(index)
     assert len(kept) < 60
-    assert suppressed(boxes, scores, groups, 0.5, 100).tolist() == kept
-    assert suppressed(boxes, scores, groups, 0.5, 7).tolist() == kept[:7]
+    assert suppress(boxes, scores, groups, 0.5, 100).tolist() == kept
+    assert suppress(boxes, scores, groups, 0.5, 7).tolist() == kept[:7]
 
 
 def test_masks_are_pasted_at_boxes_that_are_not_rounded():
@@ -149,7 +149,7 @@ def test_masks_are_pasted_at_boxes_that_are_not_rounded():
             [50, 50, 60, 60],
         ]
     )
-    found = pasted(masks, boxes, (24, 30))
+    found = paste(masks, boxes, (24, 30))
     assert found.shape == (5, 24, 30)
     for mask, (x1, y1, x2, y2), got in zip(masks.numpy(), boxes.tolist(), found, strict=True):
         expected = np.zeros((24, 30), bool)
@@ -181,4 +181,4 @@ def test_without_torchvision(found, told, monkeypatch):
 
     monkeypatch.setattr("importlib.import_module", fails)
     with pytest.raises(DataError, match=told):
-        suppressed(random_boxes(2), torch.ones(2), torch.zeros(2), 0.5, 1)
+        suppress(random_boxes(2), torch.ones(2), torch.zeros(2), 0.5, 1)

@@ -12,7 +12,7 @@ from adalog import DataError
 from adalog.detection import coco, demo
 from adalog.detection.demo.scenes import LEAST_SEEN, NAMES, scene
 from adalog.detection.detector import Detections
-from adalog.detection.draw import colour_of, drawn
+from adalog.detection.draw import colour_of, draw
 
 coco_tools = pytest.importorskip("pycocotools.coco")
 
@@ -287,7 +287,7 @@ def test_detections_are_drawn(scenes):
     each = scenes[0][1]
     image = Image.fromarray(each.image)
     found = found_in(each)
-    picture = np.asarray(drawn(image, found, NAMES))
+    picture = np.asarray(draw(image, found, NAMES))
     assert picture.shape == each.image.shape
     assert np.array_equal(each.image, np.asarray(image))  # the given image stays
     inside = each.masks.any(0)
@@ -299,7 +299,7 @@ def test_detections_are_drawn(scenes):
 def test_unsure_detections_are_not_drawn(scenes):
     each = scenes[0][1]
     found = found_in(each, torch.full((len(each.labels),), 0.29))
-    assert np.array_equal(np.asarray(drawn(Image.fromarray(each.image), found, NAMES)), each.image)
+    assert np.array_equal(np.asarray(draw(Image.fromarray(each.image), found, NAMES)), each.image)
 
 
 def test_neighbouring_classes_have_other_colours():

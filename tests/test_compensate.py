@@ -30,7 +30,7 @@ from adalog.calibration.compensate import (
 )
 from adalog.calibration.judge import logit_error
 from adalog.calibration.values import Values
-from adalog.graph.rewrite import rewritten
+from adalog.graph.rewrite import rewrite
 from adalog.graph.sites import find_pieces
 from adalog.quantizers import UniformQuantizer
 from adalog.quantizers.elementwise import codes_in_turn
@@ -382,13 +382,13 @@ def test_no_more_images_are_read_than_give_enough_rows(pool, searched, monkeypat
     program = calibration.program
     pieces = find_pieces(program)
     floats = Values(program, [pool[:24]], blocks=pieces)
-    quantized = Values(rewritten(program, assigned), [pool[:24]], blocks=pieces, like=floats)
+    quantized = Values(rewrite(program, assigned), [pool[:24]], blocks=pieces, like=floats)
     floats.batch = quantized.batch = 5
     counts = []
     for least in (1, 6 * 256, 2**18):  # an image gives 256 rows
         monkeypatch.setattr(compensate, "_ROWS", least)
         seen = compensate._collect_moments(
-            floats, quantized, pieces[1].value_in, assigned[1][0], rewritten(program, assigned), {}
+            floats, quantized, pieces[1].value_in, assigned[1][0], rewrite(program, assigned), {}
         )
         counts.append(seen.fit.count + seen.held.count)
     assert counts == [5 * 256, 10 * 256, 24 * 256]
@@ -407,10 +407,10 @@ def test_a_stream_is_fitted_to_what_it_lacks(pool, searched):
     pieces = find_pieces(program)
     start = next(piece.value_in for piece in pieces if group.first.node.name in piece.nodes)
     floats = Values(program, [pool[:24]], blocks=pieces)
-    quantized = Values(rewritten(program, before), [pool[:24]], blocks=pieces, like=floats)
-    seen = compensate._collect_moments(floats, quantized, start, group, rewritten(program, before), {}, stream)
+    quantized = Values(rewrite(program, before), [pool[:24]], blocks=pieces, like=floats)
+    seen = compensate._collect_moments(floats, quantized, start, group, rewrite(program, before), {}, stream)
     values = [{}, {}]
-    for each, found in zip((program, rewritten(program, before)), values, strict=True):
+    for each, found in zip((program, rewrite(program, before)), values, strict=True):
         each.run([pool[:24]], lambda node, args, result, found=found: found.update({node.name: result}))
     lacks = (values[0][stream[0]] - values[1][stream[1]]).double().flatten(0, 1)
     both = seen.fit + seen.held
@@ -551,7 +551,7 @@ def test_a_value_without_images_is_quantized_wherever_it_is_read():
     choices = Correction(compensate=False, robust=False)
     found = correct(calibration.program, [images], calibration.assign(LOW), choices)
     values = [{}, {}]
-    for program, seen in zip((calibration.program, rewritten(calibration.program, found)), values, strict=True):
+    for program, seen in zip((calibration.program, rewrite(calibration.program, found)), values, strict=True):
         program.run([images], lambda node, args, value, seen=seen: seen.update({node.name: value}))
     for group, assignment in found:
         if group.name in ("one", "two"):
@@ -576,7 +576,7 @@ def test_moments_count_rows_by_their_weight(pool, searched):
     group = next(group for group, _ in before if group.name.endswith("fc1"))
     pieces = find_pieces(calibration.program)
     start = next(piece.value_in for piece in pieces if group.nodes[0] in piece.nodes)
-    program = rewritten(calibration.program, before)
+    program = rewrite(calibration.program, before)
     floats, quantized = (Values(each, [pool[:6]], blocks=pieces) for each in (calibration.program, program))
     shape = calibration._shapes[group.nodes[0]].shape
     weight = torch.rand(1, shape[1], 1, generator=torch.Generator().manual_seed(0)).expand(6, -1, 1)
@@ -610,7 +610,7 @@ def linear_and_moments(pool, searched):
     group, assignment = next(each for each in before if each[1].fold is not None)
     pieces = find_pieces(calibration.program)
     start = next(piece.value_in for piece in pieces if group.nodes[0] in piece.nodes)
-    program = rewritten(calibration.program, before)
+    program = rewrite(calibration.program, before)
     floats, quantized = (Values(each, [pool[:24]], blocks=pieces) for each in (calibration.program, program))
     seen = compensate._collect_moments(floats, quantized, start, group, program, {})
     weight = torch.cat([calibration.program.tensors[site.right] for site in group.sites])

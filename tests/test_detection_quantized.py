@@ -12,7 +12,7 @@ from adalog.calibration import calibration
 from adalog.detection import quantized as whole
 from adalog.detection.detector import Detector
 from adalog.detection.sensitivity import sensitivities
-from adalog.graph.rewrite import rewritten
+from adalog.graph.rewrite import rewrite
 from problems_detector import SETTINGS, make, pictures
 from stored import serialise
 
@@ -141,7 +141,7 @@ def test_native_is_the_reference_at_every_size(quantized, size):
 @torch.no_grad()
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_it_runs_in_integers(executor, quantized):
-    found = distances(quantized, whole.compiled(quantized, executor))
+    found = distances(quantized, whole.compile_parts(quantized, executor))
     assert len(found) == 5
     assert max(found.values()) < 0.02  # a code may be rounded the other way
 
@@ -163,7 +163,7 @@ def test_each_operand_is_judged_by_its_part():
     detector, config, judging = make(), Config.preset("w4a4", "minmax"), [SETTINGS.resizing.batch(pictures(5)[3:])]
     found = sensitivities(detector, batches(), judging, config, [4], parts=("rpn", "box"))
     assert list(found) == ["rpn", "box"]
-    (inputs, _), (judged, _) = whole.recorded(detector, batches()), whole.recorded(detector, judging)
+    (inputs, _), (judged, _) = whole.record(detector, batches()), whole.record(detector, judging)
     for name, part in found.items():
         assert part.measure == "relative squared error"
         calibration = whole.part_calibration(
@@ -174,7 +174,7 @@ def test_each_operand_is_judged_by_its_part():
         (alone,) = ([(group, replace(each, left=None))] for group, each in assigned if group.name == row.unit)
         with torch.no_grad():
             expected = calibration.program.run(judged[name])
-            output = rewritten(calibration.program, alone).run(judged[name])
+            output = rewrite(calibration.program, alone).run(judged[name])
         pairs = [[value.double() for value in each] for each in zip(expected, output, strict=True)]
         errors = [((one - other).square().sum() / one.square().sum()).item() for one, other in pairs]
         assert row.loss == pytest.approx(sum(errors) / len(errors), rel=1e-3)

@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from adalog import DataError
-from adalog.detection.boxes import anchors, decoded
+from adalog.detection.boxes import anchors, decode_boxes
 from adalog.detection.checkpoint import load_parts, public_names
 from adalog.detection.detector import STDS, STRIDES, Detector, Settings
 from adalog.detection.images import Resizing
@@ -156,7 +156,7 @@ def slow_proposals(found, size, settings):
             for column in range(width):
                 for ratio in range(3):
                     anchor = own[(row * width + column) * 3 + ratio]
-                    moved = decoded(anchor, offsets[4 * ratio : 4 * ratio + 4, row, column], (1.0,) * 4, size)
+                    moved = decode_boxes(anchor, offsets[4 * ratio : 4 * ratio + 4, row, column], (1.0,) * 4, size)
                     rows.append((float(scores[ratio, row, column]), level, moved.tolist()))
         kept += sorted(rows, key=lambda each: -each[0])[: settings.proposals]
     kept = [each for each in kept if each[2][2] > each[2][0] and each[2][3] > each[2][1]]
@@ -212,7 +212,7 @@ def test_boxes_of_regions(stages):
         for stage in range(stages):
             head = detector.parts["box" if stages == 1 else f"box_{stage}"]
             logits, offsets = (value[0] for value in head(detector.read(maps, box[None], 7)))
-            moved = [decoded(box, offsets[4 * label : 4 * label + 4], STDS[stage], (60, 90)) for label in range(3)]
+            moved = [decode_boxes(box, offsets[4 * label : 4 * label + 4], STDS[stage], (60, 90)) for label in range(3)]
             total += logits
             if stage < stages - 1:
                 box = moved[int(logits[:3].argmax())]
@@ -235,11 +235,11 @@ def test_masks_are_the_mean_of_the_heads(stages):
     maps = [torch.randn(1, 8, 16 >> level, 24 >> level, generator=generator) for level in range(5)]
     boxes, labels, factors = torch.tensor([[2.0, 3.0, 20.0, 25.0]] * 3), torch.arange(3), torch.tensor([2.0] * 4)
     found = detector.masks(maps, boxes, labels, factors, (30, 45))
-    from adalog.detection.boxes import pasted
+    from adalog.detection.boxes import paste
 
     heads = [part for name, part in detector.parts.items() if name.startswith("mask")]
     likely = sum(head(detector.read(maps, boxes[:1] * 2, 14)).sigmoid()[0] for head in heads) / stages
-    assert torch.equal(found, pasted(likely, boxes, (30, 45)))
+    assert torch.equal(found, paste(likely, boxes, (30, 45)))
     assert found.any()
 
 

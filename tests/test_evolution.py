@@ -10,7 +10,7 @@ import zoo
 from adalog import Calibration, Config
 from adalog.baselines import Evolution
 from adalog.baselines.evolution import evolve, info_nce, mutate
-from adalog.graph.rewrite import rewritten
+from adalog.graph.rewrite import rewrite
 from adalog.quantizers import UniformQuantizer
 from problems import uniform_of
 from strategies import normal
@@ -106,7 +106,7 @@ def test_evolution_lowers_the_model_s_loss():
     with torch.no_grad():
         wanted = calibration.program.run(calibration.images)
         losses = [
-            info_nce(rewritten(calibration.program, each).run(calibration.images), wanted, choices.temperature)
+            info_nce(rewrite(calibration.program, each).run(calibration.images), wanted, choices.temperature)
             for each in (assigned, after)
         ]
     assert losses[1] < losses[0]

@@ -22,8 +22,8 @@ from adalog.export.engines import open_engine
 from adalog.export.operands import _cells
 from adalog.export.replay import MAKERS, ProgramModule
 from adalog.graph.capture import capture
-from adalog.graph.program import ModelOutput, Ref, given_leaves
-from adalog.graph.rewrite import group_sites, rewritten
+from adalog.graph.program import ModelOutput, Ref, present_leaves
+from adalog.graph.rewrite import group_sites, rewrite
 from adalog.graph.sites import find_sites
 from adalog.inputs.zoo import DEMO_PREPROCESSING
 from adalog.quantized import QuantizedProgram
@@ -351,7 +351,7 @@ def test_values_below_the_lift(beyond):
     left = LogQuantizer(torch.tensor(1.0), 17, 37, 4, beyond, offset=0.04, keeps_offset=False, width=8, headroom=3)
     right = UniformQuantizer(torch.full((3, 1), 0.05), torch.full((3, 1), 8.0), 4)
     quantized = QuantizedProgram(
-        rewritten(program, [(group, Assignment(left, right))]), Config(), example=(torch.zeros(0, 8),)
+        rewrite(program, [(group, Assignment(left, right))]), Config(), example=(torch.zeros(0, 8),)
     )
     for form in export.FORMS:
         assert_certified(quantized, form, 0.3 * torch.randn(64, 8, generator=torch.Generator().manual_seed(0)))
@@ -396,7 +396,7 @@ X = Ref("x")
 )
 def test_names_of_outputs(output, names):
     assert written.output_names(output) == names
-    assert len(given_leaves(output)) == len(names)
+    assert len(present_leaves(output)) == len(names)
 
 
 @pytest.mark.parametrize("names", [("images", "linear"), ("logits", "x")])

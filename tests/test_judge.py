@@ -11,7 +11,7 @@ from adalog import Calibration, Config, Search
 from adalog.calibration import judge
 from adalog.calibration.judge import logit_error, output_errors, relative_error
 from adalog.calibration.values import Values
-from adalog.graph.rewrite import rewritten
+from adalog.graph.rewrite import rewrite
 from toys import Toy
 
 CONFIG = Config(weight_bits=3, activation_bits=3, softmax_bits=3, images=4, search=Search(rounds=1, steps=0))
@@ -77,7 +77,7 @@ def test_outputs_are_measured_over_the_first_images(head, most, monkeypatch):
     images, error = normal(8, 6, 8).float(), logit_error if head else relative_error
     calibration = Calibration(model, images[:4])
     program = calibration.program
-    quantized = rewritten(program, calibration.assign(CONFIG))
+    quantized = rewrite(program, calibration.assign(CONFIG))
     wanted, values = (network.run([images])[:most].flatten(1) for network in (program, quantized))
     for batch in (2, 8):
         floats = Values(program, [images])
@@ -96,7 +96,7 @@ def test_images_need_not_be_the_first_dimension_of_an_output(count):
     images = normal(count, 4).float()
     calibration = Calibration(model.eval(), images)
     program = calibration.program
-    quantized = rewritten(program, calibration.assign(CONFIG))
+    quantized = rewrite(program, calibration.assign(CONFIG))
     floats = Values(program, [images])
     floats.batch = 3
     (errors,) = output_errors(program, floats, [quantized])

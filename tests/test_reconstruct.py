@@ -25,7 +25,7 @@ from adalog.calibration.values import Values
 from adalog.config import LOSSES
 from adalog.graph.capture import capture
 from adalog.graph.program import Ref
-from adalog.graph.rewrite import rewritten
+from adalog.graph.rewrite import rewrite
 from adalog.graph.sites import find_blocks, find_spans
 from adalog.quantizers import LogQuantizer, QuantizedTensor, UniformQuantizer
 from adalog.ranks import ALONE, Ranks
@@ -154,7 +154,7 @@ def block_of(calibration, assigned, images, number=1, ranks=ALONE, **changes):
     choices = replace(STAGE, **changes)
     blocks = find_blocks(calibration.program)
     floats = Values(calibration.program, [images], blocks=blocks)
-    quantized = Values(rewritten(calibration.program, assigned), [images], blocks=blocks, like=floats)
+    quantized = Values(rewrite(calibration.program, assigned), [images], blocks=blocks, like=floats)
     names = set(blocks[number].nodes)
     here = [(group, found) for group, found in assigned if group.first.node.name in names]
     return BlockInTraining(
@@ -171,10 +171,10 @@ def test_a_bias_follows_the_weight_of_a_lifted_input(searched, biases):
     )
     assert group.first.role == "linear"
     given_bias = calibration.program.tensors[group.first.bias] * 2 if not biases else None
-    quantized = rewritten(calibration.program, assigned)
+    quantized = rewrite(calibration.program, assigned)
     if given_bias is not None:
         found = replace(found, bias=given_bias)
-        quantized = rewritten(calibration.program, [(group, found)])
+        quantized = rewrite(calibration.program, [(group, found)])
     each = GroupInTraining(group, found, calibration.program, quantized, Reconstruction(biases=biases, scales=False))
     x = normal(7, calibration.program.tensors[group.first.right].shape[1]).float()
 
@@ -240,7 +240,7 @@ def test_a_share_of_values_stays_exact(pool, searched):
     block = block_of(*searched, pool[:24], weights="latent")
     exact = [(group, replace(found, right=None)) for group, found in block._assigned if group.first.role == "linear"]
     numbers = torch.arange(4)
-    program, generator = rewritten(block._nodes, exact), torch.Generator().manual_seed(0)
+    program, generator = rewrite(block._nodes, exact), torch.Generator().manual_seed(0)
     nearly = float(block._loss(program, numbers, 1 - 1e-6, lambda x: random_mask(x, 1 - 1e-6, generator)))
     assert nearly < 1e-3 * float(block._loss(program, numbers))
     kept = random_mask(torch.zeros(3, 13_335), 0.25, generator)
@@ -255,7 +255,7 @@ def test_products_of_a_step_are_rounded_where_the_device_multiplies_bfloat16(poo
     monkeypatch.setattr("adalog.calibration.reconstruct.multiplies_bfloat16", lambda device: able)
     block = block_of(*searched, pool[:24])
     given = pick(block._values, block._given, torch.arange(4))
-    program = rewritten(block._nodes, block._assigned)
+    program = rewrite(block._nodes, block._assigned)
     judged, stepped = (block._run(program, given, drop) for drop in (None, 0.0))
     wanted = block._values.compute(given, [block._out], program)[block._out]
     assert torch.equal(judged, wanted)
@@ -298,7 +298,7 @@ def test_the_low_rank_error_is_made_of_gradients_where_the_block_was(pool, spoil
         for number in numbers:
             one = number[None]
             chunk = pick(block._values, {**block._exact, **block._wanted}, one)
-            program = rewritten(block._nodes, assigned)
+            program = rewrite(block._nodes, assigned)
             value = block._run(program, pick(block._values, block._given, one)).detach().requires_grad_()
             with torch.enable_grad():
                 logits = (block._values.compute({**chunk, name: at}, [last])[last] for at in (chunk[name], value))
@@ -658,7 +658,7 @@ __all__ = ["searched"]
 def test_the_sqnr_of_a_weight_is_about_the_mean_of_each_channel(pool, searched):
     block = block_of(*searched, pool[:24])
     exact, given = (pick(block._values, chunk, block._judging) for chunk in (block._exact, block._given))
-    program = rewritten(block._nodes, block._assigned)
+    program = rewrite(block._nodes, block._assigned)
     for group, found in block._measured(block._assigned):
         wanted, got = (
             block._values.compute(chunk, group.nodes, each) for chunk, each in ((exact, block._nodes), (given, program))
@@ -706,7 +706,7 @@ def test_a_block_is_judged_with_all_that_is_quantized_in_it(pool, monkeypatch):
     before = calibration.assign(LOW)
     reconstruct(calibration.program, [images], before, replace(STAGE, images=16))
     values = []
-    for program in (calibration.program, rewritten(calibration.program, before)):
+    for program in (calibration.program, rewrite(calibration.program, before)):
         made = {}
         program.run([images[7::8]], watch=lambda node, args, result, made=made: made.update({node.name: result}))
         values.append(made)

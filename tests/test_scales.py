@@ -95,13 +95,13 @@ def test_scales_of_a_linear(metric, labels):
 @pytest.mark.parametrize("role", ["linear", "qk"])
 def test_rounds_end_once_an_operand_stays_as_it_is(role, monkeypatch):
     """A hundred rounds find what the first few find: an operand is not searched twice beside the same other one."""
-    beside, search = [], scales._Scaled.search
+    beside, search = [], scales._ScaledQuantizers.search
 
     def counted(self, error, *rough):
         beside.append((error.operand, error.factor))
         return search(self, error, *rough)
 
-    monkeypatch.setattr(scales._Scaled, "search", counted)
+    monkeypatch.setattr(scales._ScaledQuantizers, "search", counted)
     operands = Operand(normal(40, 12) * 2, UniformFormat(3)), Operand(normal(6, 12, seed=1), UniformFormat(3))
     choices = ScaleSearch(metric="squared", candidates=12, rounds=100)
     found = choices.search_product(Product(role, *operands))

@@ -10,7 +10,7 @@ from torch import nn
 
 from adalog import Calibration, Config, DataError, Resources, Search
 from adalog.calibration.operands import operand_kinds
-from adalog.graph.rewrite import rewritten
+from adalog.graph.rewrite import rewrite
 from adalog.quantizers import QuantizedTensor, UniformQuantizer
 from adalog.report import read_sensitivity
 from adalog.study import sensitivity as module
@@ -63,7 +63,7 @@ def whole_losses(calibration, config, width, images):
             product = calibration.product(group, assignment, config)
             for kind in set(kinds_of(group)):
                 changed = alone(product, assignment, kinds_of(group), kind)
-                output = rewritten(calibration.program, [(group, changed)]).run([images]).double().softmax(1)
+                output = rewrite(calibration.program, [(group, changed)]).run([images]).double().softmax(1)
                 losses[group.name, kind] = float((expected * (expected / output).log()).sum(1).mean())
     return losses
 
@@ -197,7 +197,7 @@ def test_several_outputs_are_judged_by_their_mean_relative_error():
     for row in found.rows:
         changed = alone(calibration.product(group, assignment, choices), assignment, kinds_of(group), row.operand)
         with torch.no_grad():
-            outputs = rewritten(calibration.program, [(group, changed)]).run([ROWS])
+            outputs = rewrite(calibration.program, [(group, changed)]).run([ROWS])
             expected = calibration.program.run([ROWS])
         errors = [
             float((outputs[name] - expected[name]).square().sum() / expected[name].square().sum()) for name in outputs

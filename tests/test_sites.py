@@ -14,7 +14,7 @@ import adalog
 import zoo
 from adalog.graph.activations import POWER_LAW_ACTIVATIONS
 from adalog.graph.capture import capture
-from adalog.graph.rewrite import group_sites, rewritten
+from adalog.graph.rewrite import group_sites, rewrite
 from adalog.graph.sites import (
     find_blocks,
     find_pairs,
@@ -312,7 +312,7 @@ def test_norms_with_zeros_around_are_folded_exactly(function):
     assert pair.padded
     assert not pair.refusal
     fold = Fold(torch.rand(32).double() + 0.5, torch.randn(32).double())
-    folded = rewritten(program, [(group, Assignment(None, None, fold)) for group in group_sites(sites, [pair])])
+    folded = rewrite(program, [(group, Assignment(None, None, fold)) for group in group_sites(sites, [pair])])
     expected, found = model(images), folded.run([images])
     for one, other in zip(*(each if isinstance(each, tuple) else (each,) for each in (expected, found)), strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=1e-12)

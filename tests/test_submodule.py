@@ -419,13 +419,13 @@ def test_a_stage_fits_what_all_calls_give(monkeypatch):
     with torch.no_grad():
         whole(images)
     watch.remove()
-    corrected = stages.corrected
+    corrected = stages.correct
 
     def watched(program, seen, *rest, **more):
         fitted.extend(seen)
         return corrected(program, seen, *rest, **more)
 
-    monkeypatch.setattr(stages, "corrected", watched)
+    monkeypatch.setattr(stages, "correct", watched)
     config = Config(4, 4, 4, images=8, search=Search(steps=1), stages=(Correction(images=16),))
     part = adalog.quantize(whole.part, images, config, within=whole)
     assert part.provenance["fitted_images"] == 32  # of both calls

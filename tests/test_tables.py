@@ -28,7 +28,7 @@ from adalog.choices import Correction, Reconstruction
 from adalog.cli.targets import load_model
 from adalog.inputs.images import Preprocessing
 from adalog.inputs.zoo import LoadedModel
-from adalog.methods import labelled
+from adalog.methods import label
 from adalog.study.cost import cost
 from adalog.study.evaluate import mcnemar
 from commands import call, run, say
@@ -708,8 +708,8 @@ def test_of_several_draws_p_is_the_median():
 
 
 def test_a_label_stands_beside_the_name_of_a_row():
-    assert labelled("apq-vit") == "apq-vit (our reading)"
-    assert {name for name in METHODS if labelled(name) != name} == {"apq-vit", "aphq-vit", "erq", "fima-q", "qwt"}
+    assert label("apq-vit") == "apq-vit (our reading)"
+    assert {name for name in METHODS if label(name) != name} == {"apq-vit", "aphq-vit", "erq", "fima-q", "qwt"}
     share = {"mean": 0.5, "std": 0.0, "values": [0.5]}
     row = {
         "table": "1",

@@ -14,7 +14,7 @@ from PIL import Image
 
 from adalog.detection import demo, quantized
 from adalog.detection.demo.scenes import scene
-from adalog.detection.draw import drawn
+from adalog.detection.draw import draw
 
 SCENE = demo.TESTED[8]
 LARGER = 2  # pixels of the figure per pixel of the scene, along each side
@@ -27,10 +27,10 @@ def main(file: Path) -> None:
     image = Image.fromarray(shown.image).resize((width, height), Image.Resampling.LANCZOS)
     both = Image.new("RGB", (2 * width, height))
     for index, detector in enumerate((demo.load_detector(), quantized.load(file))):
-        found = detector(demo.prepared([shown]))[0]
+        found = detector(demo.prepare([shown]))[0]
         masks = found.masks.repeat_interleave(LARGER, dim=1).repeat_interleave(LARGER, dim=2)
         larger = dataclasses.replace(found, boxes=found.boxes * LARGER, masks=masks)
-        both.paste(drawn(image, larger, detector.settings.names), (index * width, 0))
+        both.paste(draw(image, larger, detector.settings.names), (index * width, 0))
     both.save(TARGET, quality=88)
 
 

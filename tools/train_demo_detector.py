@@ -26,10 +26,10 @@ from torch.nn import functional as F
 from torchvision.ops import box_iou, roi_align
 
 from adalog.detection import demo
-from adalog.detection.boxes import anchors, encoded, regions
+from adalog.detection.boxes import anchors, encode_boxes, regions
 from adalog.detection.demo.scenes import SIZE, scene
 from adalog.detection.detector import STDS, STRIDES, Detector, in_order_of_anchors
-from adalog.detection.network import BOX_SIDE, LEVELS, MASK_SIDE, RATIOS, initialised, make_parts, parameters
+from adalog.detection.network import BOX_SIDE, LEVELS, MASK_SIDE, RATIOS, initialise, make_parts, parameters
 from adalog.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,7 +127,7 @@ def proposal_loss(found: list[Tensor], objects: list[Objects]) -> Tensor:
         yes, no = sampled(positive.nonzero()[:, 0], ((best < 0.3) & ~positive).nonzero()[:, 0], ANCHORS, 0.5)
         both = torch.cat([yes, no])
         wanted = torch.cat([torch.ones(len(yes)), torch.zeros(len(no))])
-        aims = encoded(every[yes], each.boxes[which[yes]], (1.0,) * 4)
+        aims = encode_boxes(every[yes], each.boxes[which[yes]], (1.0,) * 4)
         moved = F.l1_loss(offsets[yes], aims, reduction="sum") / len(both)
         total = total + F.binary_cross_entropy_with_logits(logits[both], wanted) + moved
     return total / len(objects)
@@ -149,7 +149,7 @@ def head_losses(
         rows.append(torch.full((len(both),), index))
         boxes.append(every[both])
         labels.append(torch.cat([each.labels[which[yes]], torch.full((len(no),), demo.ARCHITECTURE.classes)]))
-        aims.append(encoded(every[yes], each.boxes[which[yes]], STDS[0]))
+        aims.append(encode_boxes(every[yes], each.boxes[which[yes]], STDS[0]))
         inside.append(torch.cat([torch.ones(len(yes)), torch.zeros(len(no))]).bool())
         masked.append(torch.arange(len(both)) < min(MASKS, len(yes)))
         yes = yes[:MASKS]
@@ -187,7 +187,7 @@ def make_optimizers(parts: nn.ModuleDict) -> list[torch.optim.Optimizer]:
 def train(work: Path, steps: int, threads: int) -> tuple[nn.ModuleDict, list[dict[str, float]]]:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    scenes, parts = Scenes(work), nn.ModuleDict(initialised(make_parts(demo.ARCHITECTURE)))
+    scenes, parts = Scenes(work), nn.ModuleDict(initialise(make_parts(demo.ARCHITECTURE)))
     average = {name: value.detach().clone() for name, value in parts.state_dict().items()}
     optimizers, begun, log = make_optimizers(parts), 0, list[dict[str, float]]()
     state, told = work / "state.pt", work / "log.json"

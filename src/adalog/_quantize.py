@@ -15,7 +15,7 @@ from adalog.calibration.calibration import Calibration, digest
 from adalog.calibration.schedule import Progress, Resources
 from adalog.config import Config
 from adalog.errors import CalibrationError, RankError
-from adalog.graph.capture import Sizes, batched, take
+from adalog.graph.capture import Sizes, as_batch, take
 from adalog.graph.modules import float_module
 from adalog.graph.submodule import as_function, check_shareable, exchange, of_first_call, record_calls
 from adalog.inputs.given import Images, as_inputs
@@ -86,7 +86,7 @@ def quantize(
         raise ValueError(f"config = {config!r} is not a Config: give one such as Config.preset('w4a4')")
     resources = Resources(jobs, partial, progress, ranks)
     inputs = as_inputs(images, model if within is None else within, config.images_needed)
-    whole = batched(sample_images(inputs, config.images_needed, seed))
+    whole = as_batch(sample_images(inputs, config.images_needed, seed))
     sample = take(whole, range(config.images))
     _check_alike(whole, ranks)
     if within is None:
@@ -141,7 +141,7 @@ def sample_images(images: Images, count: int, seed: int) -> Images:
 
     The subset depends on the seed and the number of images only, not on the state of global generators.
     """
-    inputs = batched(images)
+    inputs = as_batch(images)
     found = _count(inputs)
     if found < count:
         raise CalibrationError(

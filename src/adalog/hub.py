@@ -14,7 +14,7 @@ from adalog import artifact
 from adalog.errors import AdalogError, ArtifactError, one_line
 from adalog.extras import extra_module
 from adalog.files import write_error, write_whole
-from adalog.graph.program import given_leaves
+from adalog.graph.program import present_leaves
 from adalog.ledger import float_lines, ledger_table
 from adalog.quantized import QuantizedProgram
 
@@ -68,7 +68,7 @@ def logits_of(output: Any) -> Any:
     """Return the output named "logits" or else the first one; None if the output is empty."""
     if isinstance(output, Mapping) and "logits" in output:
         return output["logits"]
-    return next(iter(given_leaves(output)), None)
+    return next(iter(present_leaves(output)), None)
 
 
 def _class_names(quantized: QuantizedProgram, classes: Sequence[str]) -> list[str]:

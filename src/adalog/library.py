@@ -78,11 +78,11 @@ def levels() -> list[str]:
     """
     library, _ = load()
     found = library.adalog_features() if library else 0
-    highest = LEVELS.index(held() or LEVELS[-1])
+    highest = LEVELS.index(allowed_level() or LEVELS[-1])
     return [name for bit, name in enumerate(LEVELS) if found >> bit & 1 and bit <= highest]
 
 
-def chosen_level(level: str | None) -> str:
+def choose_level(level: str | None) -> str:
     """Return this level, or the fastest if it is None. Raises ValueError if it does not run on this machine."""
     found = levels()
     level = found[-1] if level is None else level
@@ -97,7 +97,7 @@ def check_threads(threads: int) -> None:
         raise ValueError(f"threads = {threads!r} is not a whole number from 1 to 1024")
 
 
-def held() -> str | None:
+def allowed_level() -> str | None:
     """Return the fastest level that the environment variable ADALOG_LEVEL allows, or None if it is not set."""
     asked = os.environ.get("ADALOG_LEVEL") or None
     if asked is not None and asked not in LEVELS:
@@ -126,6 +126,6 @@ def about() -> dict[str, Any]:
         "interface": {"library": interface, "package": ABI},
         "kernels": {name: name in found for name in LEVELS},
         "level": found[-1] if found else None,
-        "held": held(),
+        "held": allowed_level(),
         "why": None if found else why(),
     }

@@ -140,7 +140,7 @@ class QuantizedModel(nn.Module):
         halves = [value.dtype for value in given if value.dtype in (torch.float16, torch.bfloat16)]
         if not halves or any(value.dtype in halves for value in self.program.tensors.values()):
             return self.program.run(given)
-        return _halved(self.program.run([x.float() if x.dtype in halves else x for x in given]), halves[0])
+        return _halve(self.program.run([x.float() if x.dtype in halves else x for x in given]), halves[0])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedModel":
         """Apply `.to`, `.double` and the like to every tensor of the program; codes stay uint8."""
@@ -366,10 +366,10 @@ def quickest(model: QuantizedModel, threads: int) -> tuple[nn.Module, Executor |
 QuantizedModel._prepare_to_compile._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _halved(value: Any, dtype: torch.dtype) -> Any:
+def _halve(value: Any, dtype: torch.dtype) -> Any:
     """Return an output with its floating-point tensors converted to half precision."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
-        return type(value)((key, _halved(each, dtype)) for key, each in value.items())
-    return type(value)(_halved(each, dtype) for each in value) if isinstance(value, (tuple, list)) else value
+        return type(value)((key, _halve(each, dtype)) for key, each in value.items())
+    return type(value)(_halve(each, dtype) for each in value) if isinstance(value, (tuple, list)) else value

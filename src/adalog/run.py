@@ -100,7 +100,7 @@ class Model:
 
     def __init__(self, path: Path, threads: int, level: str | None, memory: int):
         self._library = _library()
-        level = library.chosen_level(level)
+        level = library.choose_level(level)
         library.check_threads(threads)
         error, pointer = _Error(), c_void_p()
         options = _Options(threads, level.encode(), memory)

@@ -17,7 +17,7 @@ from adalog.calibration.values import Values
 from adalog.choices import check_span, check_whole
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Program
-from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
+from adalog.graph.rewrite import Assigned, SiteGroup, rewrite
 from adalog.graph.sites import Block, find_blocks
 from adalog.quantizers import Assignment, QuantizedTensor, Quantizer
 
@@ -94,12 +94,12 @@ def _refine_by_gradients(
     def near(best: Sides, index: int) -> Callable[[Sides], float]:
         """Return the loss of quantizers that differ from `best` at one index; earlier values are computed once."""
         state = _with_sides(assigned, best)
-        whole = rewritten(alone, state)
+        whole = rewrite(alone, state)
         known = _read_by(whole, state[index // 2][0].nodes)
         before = values.of(known, given, whole)
 
         def loss(quantizers: Sides) -> float:
-            changed = rewritten(alone, _with_sides(assigned, quantizers))
+            changed = rewrite(alone, _with_sides(assigned, quantizers))
             outputs = values.of([output], {**given, **before}, changed)[output]
             return largest_errors(outputs - wanted, weights, choices.eliminated)
 

@@ -18,7 +18,7 @@ from adalog.calibration.values import Values
 from adalog.choices import check_number, check_whole
 from adalog.errors import CalibrationError
 from adalog.graph.program import Program, refs_of
-from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
+from adalog.graph.rewrite import Assigned, SiteGroup, rewrite
 from adalog.graph.sites import find_blocks
 from adalog.graph.tracing import trace
 from adalog.quantizers import MAX_BITS, Assignment, QuantizedTensor, Quantizer
@@ -70,7 +70,7 @@ class Evolution(Refinement):
         wanted = Values(program, images, memory, blocks).of([output])
         current, least = list(assigned), None
         for _ in range(self.passes):
-            before = Values(rewritten(program, current), images, memory, blocks)
+            before = Values(rewrite(program, current), images, memory, blocks)
             for block in reversed(blocks):
                 start = _weights(current, set(block.nodes))
                 if not start:
@@ -84,7 +84,7 @@ class Evolution(Refinement):
                     before: Values = before,
                     given: dict[str, Tensor] = given,
                 ) -> float:
-                    whole = rewritten(program, _with_weights(assigned, indices, quantizers))
+                    whole = rewrite(program, _with_weights(assigned, indices, quantizers))
                     outputs = before.of([output], given, whole)[output]
                     return info_nce(outputs, wanted[output], self.temperature)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from adalog.graph.program import Node, Program, Ref
-from adalog.graph.rewrite import SiteGroup, rewritten
+from adalog.graph.rewrite import SiteGroup, rewrite
 from adalog.quantizers import Assignment
 
 
@@ -57,5 +57,5 @@ def _quantized_outputs(
     inputs = tuple(name for name in operand_names if name not in program.tensors)
     last = [site.node.name for site in group.calls[-1]]
     alone = Program(inputs, nodes, tuple(map(Ref, last)), program.tensors)
-    results = rewritten(alone, [(group, assignment)]).run([seen[name] for name in inputs])
+    results = rewrite(alone, [(group, assignment)]).run([seen[name] for name in inputs])
     return dict(zip(last, results, strict=True))

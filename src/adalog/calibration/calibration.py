@@ -39,10 +39,10 @@ from adalog.choices import Correction
 from adalog.config import Config
 from adalog.device import default_memory, full_float32_on, waits_for_launches
 from adalog.errors import CalibrationError
-from adalog.graph.capture import Sizes, batched, capture, take
+from adalog.graph.capture import Sizes, as_batch, capture, take
 from adalog.graph.modules import float_module
 from adalog.graph.program import Program
-from adalog.graph.rewrite import Assigned, SiteGroup, group_sites, rewritten
+from adalog.graph.rewrite import Assigned, SiteGroup, group_sites, rewrite
 from adalog.graph.sites import Site, find_blocks, find_pairs, find_refused, find_sites, with_heads
 from adalog.graph.tracing import trace
 from adalog.ledger import ledger_of
@@ -156,7 +156,7 @@ class Calibration:
         memory: int | None = None,
         sizes: Sizes = "fixed",
     ):
-        inputs = _in_float32(batched(images))
+        inputs = _in_float32(as_batch(images))
         self.images = _finite(inputs)
         self.unlabelled = self.images if unlabelled is None else _more_like(self.images, unlabelled)
         self.program = capture(_of_float32(float_module(model)), inputs, sizes)
@@ -311,7 +311,7 @@ class Calibration:
             provenance |= {"fitted": digest(fitted), "fitted_images": config.images_fitted}
         example = tuple(value[:0] for value in self.images)
         ledger = tuple(ledger_of(self.program, assigned, moved_by(self.groups, config)))
-        return QuantizedProgram(rewritten(self.program, assigned), config, ledger, refusals, provenance, example)
+        return QuantizedProgram(rewrite(self.program, assigned), config, ledger, refusals, provenance, example)
 
     @_alone
     def output_error(self, program: Program) -> dict[str, float]:
@@ -654,7 +654,7 @@ def _finite(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
 
 def _more_like(images: Sequence[Tensor], given: Tensor | Sequence[Any]) -> tuple[Tensor, ...]:
     """Return the unlabelled images as tensors. Raises CalibrationError for other channels, dimensions or dtypes."""
-    more = _finite(_in_float32(batched(given)))
+    more = _finite(_in_float32(as_batch(given)))
     told, wanted = ([(value.ndim, value.shape[1:2], value.dtype) for value in values] for values in (more, images))
     if told != wanted:
         raise CalibrationError(

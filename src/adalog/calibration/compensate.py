@@ -39,7 +39,7 @@ from adalog.device import waits_for_launches
 from adalog.errors import CalibrationError, one_line
 from adalog.graph.convolution import conv_geometry, patches
 from adalog.graph.program import Node, Program
-from adalog.graph.rewrite import Assigned, Made, SiteGroup, exact_bias, rewritten
+from adalog.graph.rewrite import Assigned, Made, SiteGroup, exact_bias, rewrite
 from adalog.graph.sites import find_pieces
 from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, UniformQuantizer, decibels
 from adalog.quantizers.elementwise import codes_in_turn
@@ -157,7 +157,7 @@ def correct(
     """
     current = list(assigned)
     made: Made = {}
-    before = rewritten(program, assigned, made)
+    before = rewrite(program, assigned, made)
     share = None if memory is None else memory // 2
     pieces = find_pieces(program)
     floats = Values(program, images, share, pieces)
@@ -180,19 +180,19 @@ def correct(
             key = f"correction of {group.name}"
             result = None if partial is None else partial.get(key, images[0].device)
             if result is None:
-                within = rewritten(program, [current[each] for each in here], made)
+                within = rewrite(program, [current[each] for each in here], made)
                 seen = _collect_moments(floats, quantized, piece.value_in, group, within, weights or {}, streams[index])
                 result = _refit(program, group, assignment, seen, choices)
                 if partial is not None:
                     partial.add(key, result)
             current[index] = (group, result)
         if able:
-            quantized.change(rewritten(program, current, made), piece.value_in)
+            quantized.change(rewrite(program, current, made), piece.value_in)
         done += len(inside)
         if progress is not None and inside:
             progress(done, len(current), f"{current[inside[-1]][0].name} corrected")
     if choices.robust:
-        both = output_errors(program, floats, [before, rewritten(program, current, made)])
+        both = output_errors(program, floats, [before, rewrite(program, current, made)])
         own, corrected_errors = (sum(errors.values()) for errors in both)
         if corrected_errors > own:
             return list(assigned)

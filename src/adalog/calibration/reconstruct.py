@@ -29,7 +29,7 @@ from adalog.choices import Reconstruction
 from adalog.device import multiplies_bfloat16, waits_for_launches
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Program, refs_of
-from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
+from adalog.graph.rewrite import Assigned, SiteGroup, rewrite
 from adalog.graph.sites import Block, find_blocks, find_spans
 from adalog.quantizers import Assignment, decibels
 from adalog.ranks import ALONE, Ranks
@@ -108,11 +108,11 @@ def reconstruct(
     else:
         blocks, stage, where = find_spans(program), "tuning", "end to end, block"
     floats = Values(program, images, share, blocks)
-    quantized = Values(rewritten(program, current), images, share, blocks, like=floats)
+    quantized = Values(rewrite(program, current), images, share, blocks, like=floats)
     judged = _split(torch.arange(floats.count, device=device))[1]
 
     def error(assigned: Assigned) -> float:
-        return sum(output_errors(program, floats, [rewritten(program, assigned)], judged)[0].values())
+        return sum(output_errors(program, floats, [rewrite(program, assigned)], judged)[0].values())
 
     # The loss of a block that is the whole model has evaluated the model's outputs on the same images.
     compares = choices.robust and not (choices.scope == "model" and len(blocks) == 1)
@@ -162,7 +162,7 @@ def reconstruct(
                     partial.add(key, assignment)
         for index, key in zip(members, keys, strict=True):
             current[index] = (current[index][0], done.get(key, current[index][1]))
-        quantized.change(rewritten(program, current), block.value_in)
+        quantized.change(rewrite(program, current), block.value_in)
         report(choices.iterations)
     return current
 
@@ -348,7 +348,7 @@ class BlockInTraining:
 
     def _rewritten(self, assigned: Assigned) -> Program:
         """Return the block's program with all its groups quantized. assigned: the trained groups."""
-        return rewritten(self._nodes, [*self._beside, *assigned])
+        return rewrite(self._nodes, [*self._beside, *assigned])
 
     def _descend(self, numbers: Tensor, unit: float, done: float) -> None:
         """Add the gradients of one step, from each share of its images and from the regulariser.

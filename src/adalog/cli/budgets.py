@@ -75,7 +75,7 @@ def read_budget(budget: str | None, bops: str | None, fixops: str | None, max_kl
     return Budget(None if budget is None else read_size(budget, "--budget"), limit, max_kl)
 
 
-def measured(
+def measure(
     about: CalibratedModel, config: Config, widths: Sequence[int], progress: Progress, setup: Setup, partial: Path
 ) -> Sensitivity:
     """Measure the sensitivity of each operand of the model at each width."""
@@ -110,10 +110,10 @@ def quantize(
         if found is None:
             given = {getattr(config, f"{kind}_bits") for kind in get_args(OperandKind)} - {FLOAT_BITS}
             alone = partial.with_name(f"{partial.name}.alone")
-            found = measured(about, config, sorted({*sensitivity.WIDTHS, *given}), progress, setup, alone)
+            found = measure(about, config, sorted({*sensitivity.WIDTHS, *given}), progress, setup, alone)
         resources = setup.resources(partial, progress, "calibrating", config.bits)
         chosen = quantize_within(about.calibration, config, found, budget, resources, notes=about.notes)
-    note(told_of(chosen, found))
+    note(describe_plan(chosen, found))
     widths_of = {name: dict(bits) for name, bits in chosen.plan.widths.items()}
     plan = {"bytes": chosen.bytes, "bops": chosen.bops, "foretold": chosen.plan.totals.loss, "widths": widths_of}
     return chosen.model.cpu(), plan
@@ -124,7 +124,7 @@ def _check_kl(measure: Measure) -> None:
         raise DataError("--max-kl needs a model that outputs logits: use --budget or --target-bops for this model")
 
 
-def told_of(chosen: BudgetedModel, found: Sensitivity) -> str:
+def describe_plan(chosen: BudgetedModel, found: Sensitivity) -> str:
     """Describe a plan in one line of text."""
     loss = "KL divergence" if found.measure == "kl" else found.measure
     return (

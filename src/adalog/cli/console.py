@@ -107,7 +107,7 @@ def run(app: Callable[..., Any], command: str, shared: Sequence[str]) -> None:
     try:
         ranks = _ranks(command, shared)
         with _among(ranks):
-            code = _ended(app, session, ranks)
+            code = _end(app, session, ranks)
     except (Exception, Interrupted, KeyboardInterrupt) as error:
         with redirect_stderr(terminal):
             code = ranks.failed(partial(_explain, error, session.debug))
@@ -148,7 +148,7 @@ def _among(ranks: Ranks) -> Iterator[None]:
         _job.reset(token)
 
 
-def _ended(app: Callable[..., Any], session: Session, ranks: Ranks) -> int:
+def _end(app: Callable[..., Any], session: Session, ranks: Ranks) -> int:
     """Run `app` and return its exit code, which is the same on all ranks. Wait for all ranks to end."""
     code: Any = 0
     try:

@@ -32,7 +32,7 @@ def command(
     if zoo.is_model(target):
         loaded = load_model(target, no_pretrained, checkpoint)
         with waiting(f"capturing {target}"):
-            program, images = zoo.captured(loaded)
+            program, images = zoo.capture_loaded(loaded)
         inputs: Sequence[Tensor] = [images]
     else:
         refuse_weights(target, no_pretrained, checkpoint)

@@ -72,7 +72,7 @@ def command(
         widths = DETECTOR_BITS if bits is None else bits.split(",")
         detectors.demonstrate(widths, names, seed=seed, jobs=jobs, json_out=json_out)
         return
-    plans = _planned(bits or ",".join(PLAN), methods)
+    plans = _plan(bits or ",".join(PLAN), methods)
     artifacts = {plan: out / _file_name(*plan) for plan in plans if plan[0].startswith("adalog")}
     page = out / "report.html"
     written = [out / "levels.png", *artifacts.values(), *([page] if artifacts else [])]
@@ -89,7 +89,7 @@ def command(
         size = sum(value.numel() * 4 for value in model.state_dict().values())
         table.add_row("fp32", "", views.interval(fp32.top1), "", f"{size:,}", "")
         progress.advance(overall)
-        calibration = _calibrated(model, plans, seed)
+        calibration = _calibrate(model, plans, seed)
         for method, config in plans:
             start = time.perf_counter()
             watch = site_progress(progress, current, f"{config.bits} {method}")
@@ -151,7 +151,7 @@ def _empty_table() -> Table:
 
 def _levels(calibration: Calibration, plans: Sequence[tuple[str, Config]]) -> bytes:
     """Draw the figure of the levels as PNG."""
-    compared = _compared(plans)
+    compared = _configs_of_figure(plans)
     drawn = level_figure(histogram_panels(calibration, compared), f"Levels at {next(iter(compared.values())).bits}")
     return rendered(drawn, "png", HISTOGRAMS)
 
@@ -163,7 +163,7 @@ def _page(path: Path, quantized: QuantizedProgram, executor: str | None, result:
     return report(subject, evaluation={**judged, "full_precision": dataclasses.asdict(full)})
 
 
-def _planned(bits: str, methods: str | None) -> list[tuple[str, Config]]:
+def _plan(bits: str, methods: str | None) -> list[tuple[str, Config]]:
     """Return the methods to compare, each with its config. Raises ValueError for a method outside `METHODS`."""
     names = None if methods is None else methods.split(",")
     odd = [name for name in names or () if name not in METHODS]
@@ -174,7 +174,7 @@ def _planned(bits: str, methods: str | None) -> list[tuple[str, Config]]:
     ]
 
 
-def _calibrated(model: nn.Module, plans: Sequence[tuple[str, Config]], seed: int) -> Calibration:
+def _calibrate(model: nn.Module, plans: Sequence[tuple[str, Config]], seed: int) -> Calibration:
     """Return one calibration for all plans. Stages that fit weights get more training images, if a plan has any."""
     images = sample_images(demo.calibration_images(), plans[0][1].images, seed)
     fitted = max(config.images_fitted for _, config in plans)
@@ -182,7 +182,7 @@ def _calibrated(model: nn.Module, plans: Sequence[tuple[str, Config]], seed: int
     return Calibration(model, images, unlabelled=more, seed=seed)
 
 
-def _compared(plans: Sequence[tuple[str, Config]]) -> dict[str, Config]:
+def _configs_of_figure(plans: Sequence[tuple[str, Config]]) -> dict[str, Config]:
     """Return the methods whose levels the figure shows, with their configs: those at the bits with the most methods."""
     shown = [plan for plan in plans if plan[0] in LEVEL_METHODS] or plans  # a correction does not change the levels
     widths = [dict(each) for _, each in groupby(shown, key=lambda plan: plan[1].bits)]

@@ -14,7 +14,7 @@ from adalog.cli import detectors
 from adalog.cli.console import check_outputs, emit_json, say, waiting
 from adalog.cli.options import CheckpointOption, JsonOption, NoPretrainedOption, ThreadsOption, thread_count
 from adalog.detection import coco, zoo
-from adalog.detection.draw import drawn
+from adalog.detection.draw import draw
 from adalog.detection.images import read
 from adalog.runtime import EXECUTORS
 
@@ -48,7 +48,7 @@ def command(
         (found,) = detector(detector.settings.resizing.batch([picture]))
     names, content = detector.settings.names, BytesIO()
     results = coco.results_of([found], [0], range(len(names)))
-    drawn(picture, found, names, score).save(content, FORMATS[out.suffix.lower()])
+    draw(picture, found, names, score).save(content, FORMATS[out.suffix.lower()])
     files.write_whole(out, content.getvalue())
     rows = [
         {"name": names[each["category_id"]], "score": each["score"], "box": each["bbox"], "mask": each["segmentation"]}

@@ -31,7 +31,7 @@ from adalog.detection import coco, demo, zoo
 from adalog.detection.demo.scenes import scene
 from adalog.detection.detector import KINDS, Detector
 from adalog.detection.images import Batch, batches_of, read
-from adalog.detection.quantized import compiled, fastest, is_detector, load, quantize_detector, save
+from adalog.detection.quantized import compile_parts, fastest, is_detector, load, quantize_detector, save
 from adalog.detection.sensitivity import sensitivities
 from adalog.extras import extra_module
 from adalog.inputs import zoo as models
@@ -94,7 +94,7 @@ def quantize(
     start = time.perf_counter()
     with progress_bar() as progress, quiet():
         resources = setup.resources(partial, progress, "reading images", config.bits)
-        (prepared,) = _prepared(detector, data, [count], setup.seed)
+        (prepared,) = _prepare(detector, data, [count], setup.seed)
         (quantized,) = quantize_detector(
             detector, prepared, [config], resources, parts=parts, seed=setup.seed, memory=setup.memory
         )
@@ -109,7 +109,7 @@ def quantize(
     emit_json(told | {"parts": {name: artifact.describe(part.quantized) for name, part in models.items()}}, json_out)
 
 
-def measured(
+def measure(
     spec: str,
     data: Path | None,
     config: Config,
@@ -124,7 +124,7 @@ def measured(
     detector = load_float(spec, setup.no_pretrained, setup.checkpoint)
     with progress_bar() as progress, quiet():
         resources = setup.resources(partial, progress, "reading images", "measuring")
-        calibrating, judging = _prepared(detector, data, [config.images, judged], setup.seed)
+        calibrating, judging = _prepare(detector, data, [config.images, judged], setup.seed)
         return sensitivities(
             detector, calibrating, judging, config, widths, resources, parts=parts, seed=setup.seed, memory=setup.memory
         )
@@ -137,12 +137,12 @@ def _check_data(spec: str, data: Path | None, count: int) -> None:
         )
 
 
-def _prepared(detector: Detector, data: Path | None, counts: Sequence[int], seed: int) -> list[list[Batch]]:
+def _prepare(detector: Detector, data: Path | None, counts: Sequence[int], seed: int) -> list[list[Batch]]:
     """Return that many images for each count, in batches, from the folder or the bundled scenes; none occurs twice."""
     ends = list(itertools.accumulate(counts))
     spans = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
     if data is None:
-        numbers = demo.drawn(ends[-1], seed)
+        numbers = demo.draw(ends[-1], seed)
         return [[batch for _, batch in demo.batches(numbers[span], 4)] for span in spans]
     found = find_images(data)
     check_count(data, len(found), ends[-1], "--images" if len(counts) == 1 else "--images plus --judged")
@@ -211,7 +211,7 @@ def load_detector(
         detector = load(file)
         if executor is None:
             return detector
-        return compiled(detector, executor, **({"threads": jobs} if executor == "native" else {}))
+        return compile_parts(detector, executor, **({"threads": jobs} if executor == "native" else {}))
 
 
 def evaluate(
@@ -260,13 +260,13 @@ def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs:
         bar = progress.add_task("drawing scenes", total=(len(configs) + 1) * len(demo.TESTED))
         scenes = [scene(number) for number in demo.TESTED]
         told = demo.truth(zip(demo.TESTED, scenes, strict=True))
-        drawn = demo.drawn(max(each.images_needed for _, each in configs), seed)
+        drawn = demo.draw(max(each.images_needed for _, each in configs), seed)
         calibrating = [batch for _, batch in demo.batches(drawn, 4)]
 
         def judged(runs: Detector, name: str) -> dict[str, float]:
             progress.update(bar, description=name)
             watch = functools.partial(progress.advance, bar)
-            return coco.average_precision(told, demo.found_in(runs, scenes, demo.TESTED, watch))
+            return coco.average_precision(told, demo.detect(runs, scenes, demo.TESTED, watch))
 
         whole = judged(detector, "full precision")
         watch = site_progress(progress, progress.add_task("searching", total=1), "")

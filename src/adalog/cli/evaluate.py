@@ -22,7 +22,7 @@ from adalog.cli.options import (
     find_device,
     thread_count,
 )
-from adalog.cli.targets import check_bundled, compiled, find_preprocessing, load_model, source_of, stranger
+from adalog.cli.targets import check_bundled, compile_artifact, find_preprocessing, load_model, source_of, stranger
 from adalog.inputs import demo, zoo
 from adalog.inputs.images import find_support
 from adalog.runtime import EXECUTORS
@@ -99,7 +99,7 @@ def command(
     preprocessing = find_preprocessing(file, quantized, loaded)
     if queries is None and preprocessing != zoo.DEMO_PREPROCESSING:
         raise stranger(file)
-    runs = quantized if executor is None else compiled(file, quantized, executor, jobs)
+    runs = quantized if executor is None else compile_artifact(file, quantized, executor, jobs)
     networks: list[nn.Module] = [runs] if loaded is None else [runs, loaded.module]
     images, labels = demo.test_images() if queries is None else (queries, queries.labels)
     truth = None if labels is None else torch.as_tensor(labels)

@@ -60,7 +60,7 @@ def command(
             f"{file} has no site that runs in integers, so there is nothing to export: quantize more of the model"
         )
     with waiting(f"exporting {file}"), naming_file(file, "cannot be exported"):
-        exported, certificates = _exported(quantized, hashlib.sha256(content).hexdigest(), form, to)
+        exported, certificates = _export(quantized, hashlib.sha256(content).hexdigest(), form, to)
         written = {out: exported}
         if beside is not None and all(each.passed for each in certificates):
             described, further = (
@@ -88,7 +88,7 @@ def _beside(out: Path, form: str, to: str) -> Path | None:
     return out.with_suffix(".encodings.json") if form == "qdq" else None
 
 
-def _exported(quantized: QuantizedProgram, source: str, form: str, to: str) -> tuple[bytes, list[export.Certificate]]:
+def _export(quantized: QuantizedProgram, source: str, form: str, to: str) -> tuple[bytes, list[export.Certificate]]:
     """Return the exported file and its certificates."""
     if to == "executorch":
         content, certificate = export.export_executorch(quantized, source)

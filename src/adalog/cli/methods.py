@@ -4,7 +4,7 @@ from adalog import METHODS, Config
 from adalog.cli import views
 from adalog.cli.console import check_outputs, emit_json, say
 from adalog.cli.options import JsonOption
-from adalog.methods import labelled
+from adalog.methods import label
 
 
 def command(json_out: JsonOption = None) -> None:
@@ -20,5 +20,5 @@ def command(json_out: JsonOption = None) -> None:
         for name, method in METHODS.items()
     ]
     if json_out != "-":
-        say(views.methods_table([{**row, "name": labelled(str(row["name"]))} for row in rows]))
+        say(views.methods_table([{**row, "name": label(str(row["name"]))} for row in rows]))
     emit_json(rows, json_out)

@@ -97,10 +97,10 @@ def command(
     about = budgets.subject(model, data, config, judged, setup)
     check_output(about.calibration.program)  # before the long work, check that the output can be evaluated
     predict(about.loaded.module, about.judged[:1])
-    labelled = _labelled(model, val, about)
+    labelled = _labels_of(model, val, about)
     out.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():
-        found = known or budgets.measured(about, config, tried, progress, setup, partial)
+        found = known or budgets.measure(about, config, tried, progress, setup, partial)
         resources = setup.resources(partial, progress, "quantizing", "model:")
         points = curve(
             about.calibration,
@@ -122,7 +122,7 @@ def command(
         say(table_of(points, found.measure), str(out))
 
 
-def _labelled(
+def _labels_of(
     model: str, val: Path | None, about: budgets.CalibratedModel
 ) -> tuple[PreparedImages, torch.Tensor] | None:
     """Return the labelled images with their labels, or None if there are none."""

@@ -142,7 +142,7 @@ def command(
     start = time.perf_counter()
     told: dict[str, Any] = {"file": str(out), "method": method}
     if limits is None:
-        quantized = _quantized(model, data, config, setup, partial)
+        quantized = _quantize(model, data, config, setup, partial)
     else:
         quantized, plan = budgets.quantize(model, data, config, limits, judged, sensitivity, setup, partial)
         told |= {"budget": plan}
@@ -155,7 +155,7 @@ def command(
     emit_json(told | artifact.describe(quantized.quantized), json_out)
 
 
-def _quantized(model: str, data: Path | None, config: Config, setup: Setup, partial: Path) -> adalog.QuantizedModel:
+def _quantize(model: str, data: Path | None, config: Config, setup: Setup, partial: Path) -> adalog.QuantizedModel:
     """Quantize the model `model` as `config` says, and return it on the CPU."""
     option = "--images" if config.images_needed == config.images else "--reconstruct-images"
     given = find_calibration(model, data, config.images_needed, option)

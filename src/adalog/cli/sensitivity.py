@@ -77,13 +77,13 @@ def command(
     told: dict[str, Any] = {"model": model, "method": method, "calibration_images": images, "seed": seed}
     if given is not None:
         detectors.check_setup(setup)
-        by_part = detectors.measured(model, data, config, judged, tried, given, setup, partial)
+        by_part = detectors.measure(model, data, config, judged, tried, given, setup, partial)
         told |= {"parts": {name: found.to_json() for name, found in by_part.items()}}
         tables = [table_of(found, name) for name, found in by_part.items()]
     else:
         about = budgets.subject(model, data, config, judged, setup)
         with progress_bar() as progress, quiet():
-            found = budgets.measured(about, config, tried, progress, setup, partial)
+            found = budgets.measure(about, config, tried, progress, setup, partial)
         told |= found.to_json()
         tables = [table_of(found, "the model")]
     emit_json(told, str(out))

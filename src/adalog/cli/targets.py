@@ -180,7 +180,7 @@ def sample_for(
     return bundled[draw_indices(len(bundled), count, seed)]
 
 
-def compiled(file: Path, quantized: QuantizedModel, executor: str, threads: int = 1) -> Compiled:
+def compile_artifact(file: Path, quantized: QuantizedModel, executor: str, threads: int = 1) -> Compiled:
     """Compile an artifact for an executor; errors name the file. threads: only for the executor native."""
     with naming_file(file):
         return quantized.compile(executor, **({"threads": threads} if executor == "native" else {}))

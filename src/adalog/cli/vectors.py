@@ -9,7 +9,7 @@ import adalog
 from adalog import DataError, files
 from adalog.cli.console import check_outputs, emit_json, say
 from adalog.cli.options import DrawOption, JsonOption
-from adalog.cli.targets import bundled_images, check_count, compiled, find_preprocessing
+from adalog.cli.targets import bundled_images, check_count, compile_artifact, find_preprocessing
 from adalog.inputs.images import find_images
 from adalog.runtime.vectors import vectors
 
@@ -31,7 +31,7 @@ def command(
     if json_out not in (None, "-") and Path(json_out).absolute().is_relative_to(out.absolute()):
         raise DataError(f"{json_out} is inside the folder {out}, which this command creates: choose another folder")
     quantized = adalog.load(file)
-    model = compiled(file, quantized, "reference")
+    model = compile_artifact(file, quantized, "reference")
     if data is None:
         given = bundled_images(file, quantized, images)
     else:

@@ -34,7 +34,7 @@ def anchors(
     return (places[:, :, None] + half).reshape(-1, 4)
 
 
-def decoded(boxes: Tensor, offsets: Tensor, stds: Sequence[float], size: tuple[float, float]) -> Tensor:
+def decode_boxes(boxes: Tensor, offsets: Tensor, stds: Sequence[float], size: tuple[float, float]) -> Tensor:
     """Apply offsets (dx, dy, dw, dh) to boxes, and clip the results to the image: (..., 4).
 
     boxes, offsets: (..., 4), broadcast with each other. stds: factors to multiply the offsets by, before dw and dh are
@@ -50,8 +50,8 @@ def decoded(boxes: Tensor, offsets: Tensor, stds: Sequence[float], size: tuple[f
     return torch.stack([value.clamp(0, limit) for value, limit in sides], dim=-1)
 
 
-def encoded(boxes: Tensor, targets: Tensor, stds: Sequence[float]) -> Tensor:
-    """Return the offsets from which `decoded` computes the targets: (..., 4)."""
+def encode_boxes(boxes: Tensor, targets: Tensor, stds: Sequence[float]) -> Tensor:
+    """Return the offsets from which `decode_boxes` computes the targets: (..., 4)."""
 
     def parts(value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x1, y1, x2, y2 = value.unbind(-1)
@@ -83,13 +83,13 @@ def regions(maps: Sequence[Tensor], strides: Sequence[int], boxes: Tensor, image
     return found
 
 
-def suppressed(boxes: Tensor, scores: Tensor, groups: Tensor, overlap: float, most: int) -> Tensor:
+def suppress(boxes: Tensor, scores: Tensor, groups: Tensor, overlap: float, most: int) -> Tensor:
     """Return the indices of at most `most` boxes after non-maximum suppression within each group, the best first."""
     kept: Tensor = extra_module("torchvision.ops", "coco").batched_nms(boxes, scores, groups, overlap)
     return kept[:most]
 
 
-def pasted(masks: Tensor, boxes: Tensor, size: tuple[int, int], threshold: float = 0.5) -> Tensor:
+def paste(masks: Tensor, boxes: Tensor, size: tuple[int, int], threshold: float = 0.5) -> Tensor:
     """Paste masks of boxes into masks of the whole image: (masks, height, width) of bool.
 
     masks: (masks, side, side) of probabilities, sampled bilinearly at the pixel centres; they are 0 outside their box.

@@ -208,14 +208,14 @@ def average_precision(told: Mapping[str, Any], results: Sequence[Mapping[str, An
     without annotated objects is NaN.
     """
     found: dict[str, float] = {}
-    evaluations = {kind: _evaluated(told, results, kind) for kind in ("bbox", "segm")}
+    evaluations = {kind: _evaluate(told, results, kind) for kind in ("bbox", "segm")}
     for word, kind in (("box", "bbox"), ("mask", "segm")):
         figures = evaluations[kind]
         found |= {f"{word}_{name}": value for name, value in zip(FIGURES, figures, strict=True)}
     return found
 
 
-def _evaluated(told: Mapping[str, Any], results: Sequence[Mapping[str, Any]], kind: str) -> list[float]:
+def _evaluate(told: Mapping[str, Any], results: Sequence[Mapping[str, Any]], kind: str) -> list[float]:
     dataset, evaluation = extra_module("pycocotools.coco", "coco"), extra_module("pycocotools.cocoeval", "coco")
     with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
         truth = dataset.COCO()

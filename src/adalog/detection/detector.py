@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.detection.boxes import anchors, decoded, pasted, regions, suppressed
+from adalog.detection.boxes import anchors, decode_boxes, paste, regions, suppress
 from adalog.detection.images import Batch, Resizing
 from adalog.detection.network import BOX_SIDE, LEVELS, MASK_SIDE, RATIOS
 from adalog.errors import DataError
@@ -128,13 +128,13 @@ class Detector:
             order = order[: settings.proposals]
             height, width = logits.shape[1:]
             own = anchors(height, width, STRIDES[level], settings.anchor_scale, RATIOS, logits.device)
-            boxes.append(decoded(own[order], in_order_of_anchors(offsets, 4)[order], (1.0,) * 4, size))
+            boxes.append(decode_boxes(own[order], in_order_of_anchors(offsets, 4)[order], (1.0,) * 4, size))
             scores.append(likely[: settings.proposals])
             which.append(torch.full_like(order, level))
         every, likely, levels = torch.cat(boxes), torch.cat(scores), torch.cat(which)
         kept = (_area(every) > 0) & (likely >= 0)
         every, likely, levels = every[kept], likely[kept], levels[kept]
-        return every[suppressed(every, likely, levels, settings.proposal_overlap, settings.proposals)]
+        return every[suppress(every, likely, levels, settings.proposal_overlap, settings.proposals)]
 
     def boxes(
         self, maps: Sequence[Tensor], proposals: Tensor, size: tuple[int, int], factors: Tensor
@@ -149,7 +149,7 @@ class Detector:
         total, rois = torch.zeros((), device=proposals.device), proposals
         for stage, (head, stds) in enumerate(zip(heads, STDS, strict=False)):
             logits, offsets = head(self.read(maps, rois, BOX_SIDE))
-            moved = decoded(rois[:, None], offsets.unflatten(1, (-1, 4)), stds, size)  # (R, classes, 4)
+            moved = decode_boxes(rois[:, None], offsets.unflatten(1, (-1, 4)), stds, size)  # (R, classes, 4)
             total = total + logits
             if stage < len(heads) - 1:
                 rois = moved[torch.arange(len(moved)), logits[:, :-1].argmax(1)]
@@ -157,7 +157,7 @@ class Detector:
         moved = moved / factors
         rows, labels = ((scores > settings.score) & (_area(moved) >= 0)).nonzero(as_tuple=True)
         found, sure = moved[rows, labels], scores[rows, labels]
-        kept = suppressed(found, sure, labels, settings.overlap, settings.most)
+        kept = suppress(found, sure, labels, settings.overlap, settings.most)
         return found[kept], sure[kept], labels[kept]
 
     def masks(
@@ -168,7 +168,7 @@ class Detector:
             return torch.zeros(0, *original, dtype=torch.bool, device=boxes.device)
         given, heads = self.read(maps, boxes * factors, MASK_SIDE), self.heads("mask")
         likely = torch.stack([head(given).sigmoid() for head in heads]).mean(0)
-        return pasted(likely[torch.arange(len(likely)), labels], boxes, original, self.settings.mask)
+        return paste(likely[torch.arange(len(likely)), labels], boxes, original, self.settings.mask)
 
     def read(self, maps: Sequence[Tensor], boxes: Tensor, side: int) -> Tensor:
         """Pool the regions of one image's boxes from its maps."""

@@ -11,7 +11,7 @@ from adalog.detection.detector import Detections
 _SHARE = 0.45  # opacity of masks
 
 
-def drawn(image: Image.Image, found: Detections, names: Sequence[str], least: float = 0.3) -> Image.Image:
+def draw(image: Image.Image, found: Detections, names: Sequence[str], least: float = 0.3) -> Image.Image:
     """Return a copy of an RGB image with the detections of at least the score `least`, the highest on top.
 
     names: names of the classes. Each class has its own colour; lines and letters grow with the image.

@@ -76,7 +76,7 @@ class Resizing:
         scale = min(self.long / max(height, width), self.short / min(height, width))
         return max(1, int(height * scale + 0.5)), max(1, int(width * scale + 0.5))
 
-    def resized(self, image: Image.Image) -> Tensor:
+    def resize(self, image: Image.Image) -> Tensor:
         """Resize an RGB image bilinearly without antialiasing, round it to 8 bits, and normalise it: (3, H, W)."""
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float()
         size = self.size_of(image.height, image.width)
@@ -87,9 +87,9 @@ class Resizing:
 
     def batch(self, images: Sequence[Image.Image], size: tuple[int, int] | None = None) -> Batch:
         """Prepare RGB images as a batch. size: (height, width) of the tensor; by default the smallest that fits all."""
-        values = [self.resized(image) for image in images]
+        values = [self.resize(image) for image in images]
         sizes = tuple((value.shape[1], value.shape[2]) for value in values)
-        height, width = size or self.padded(sizes)
+        height, width = size or self.pad_size(sizes)
         whole = torch.zeros(len(values), 3, height, width)
         for place, value in zip(whole, values, strict=True):
             place[:, : value.shape[1], : value.shape[2]] = value
@@ -97,7 +97,7 @@ class Resizing:
         ratios = [(w / width, h / height) for (h, w), (height, width) in zip(sizes, originals, strict=True)]
         return Batch(whole, sizes, originals, torch.tensor([[x, y, x, y] for x, y in ratios]).reshape(-1, 4))
 
-    def padded(self, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    def pad_size(self, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """Return the smallest padded (height, width) that fits images of these sizes."""
         height, width = (max(each) for each in zip(*sizes, strict=True))
         return -(-height // self.divisor) * self.divisor, -(-width // self.divisor) * self.divisor
@@ -105,7 +105,7 @@ class Resizing:
 
 def batches_of(images: Sequence[Image.Image], resizing: Resizing, count: int = 2) -> list[Batch]:
     """Prepare RGB images in batches of `count`, all padded to one height and width."""
-    size = resizing.padded([resizing.size_of(image.height, image.width) for image in images])
+    size = resizing.pad_size([resizing.size_of(image.height, image.width) for image in images])
     return [resizing.batch(images[start : start + count], size) for start in range(0, len(images), count)]
 
 

@@ -161,7 +161,7 @@ def parameters(parts: Sequence[nn.Module]) -> int:
     return sum(value.numel() for part in parts for value in part.parameters())
 
 
-def initialised(parts: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def initialise(parts: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Initialize the parts for training as mmdetection does, and return them."""
     for name, part in parts.items():
         for layer, module in part.named_modules():

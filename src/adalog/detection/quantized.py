@@ -60,9 +60,9 @@ def quantize_detector(
         raise ValueError(
             f"{len(configs)} configs have {sorted(counts)} images: give one or more, all with the same number"
         )
-    inputs, images = recorded(detector, batches)
+    inputs, images = record(detector, batches)
     count = min(*counts, len(images))
-    few = {} if count == len(images) else recorded(detector, _first(batches, count))[0]
+    few = {} if count == len(images) else record(detector, _first(batches, count))[0]
     found: list[dict[str, QuantizedModel]] = [{} for _ in configs]
     for name, part in detector.parts.items():
         assert isinstance(part, nn.Module)
@@ -137,7 +137,7 @@ def _float(program: Program, config: Config, given: Sequence[Tensor]) -> Quantiz
     return QuantizedProgram(program, config, (), refusals, {}, tuple(value[:0] for value in given))
 
 
-def recorded(detector: Detector, batches: Sequence[Batch]) -> tuple[dict[str, tuple[Tensor, ...]], Tensor]:
+def record(detector: Detector, batches: Sequence[Batch]) -> tuple[dict[str, tuple[Tensor, ...]], Tensor]:
     """Run the float detector; return (the inputs of each part on all images, the images).
 
     If nothing is found in any image, so that a head is never called, all regions count as detections.
@@ -145,7 +145,7 @@ def recorded(detector: Detector, batches: Sequence[Batch]) -> tuple[dict[str, tu
     calls: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in detector.parts}
     counts = dict.fromkeys(detector.parts, 0)
 
-    def watched(name: str, part: Callable[..., Any]) -> Callable[..., Any]:
+    def watch(name: str, part: Callable[..., Any]) -> Callable[..., Any]:
         def call(*tensors: Tensor) -> Any:
             calls[name].append(_evenly(tensors, counts[name]) if name.partition("_")[0] in KINDS[3:] else tensors)
             counts[name] += 1
@@ -153,7 +153,7 @@ def recorded(detector: Detector, batches: Sequence[Batch]) -> tuple[dict[str, tu
 
         return call
 
-    whole = Detector({name: watched(name, part) for name, part in detector.parts.items()}, detector.settings)
+    whole = Detector({name: watch(name, part) for name, part in detector.parts.items()}, detector.settings)
     for _ in whole.over(batches):
         pass
     if any(not found for found in calls.values()):  # nothing was found in any image
@@ -210,7 +210,7 @@ def load(path: str | Path) -> Detector:
     content = artifact.read(path)
     extra_module("torchvision.ops", "coco")
     try:
-        header, stored = _parsed(content)
+        header, stored = _parse(content)
     except Exception as cause:  # parsing may raise any error on a hostile or damaged file
         raise ArtifactError(f"{path} is damaged, or not a detector: {one_line(cause)}; make it again") from cause
     parts = {
@@ -223,7 +223,7 @@ def load(path: str | Path) -> Detector:
         raise ArtifactError(f"{path} is damaged, or not a detector: {one_line(cause)}; make it again") from cause
 
 
-def _parsed(content: bytes) -> tuple[Settings, Mapping[str, Tensor]]:
+def _parse(content: bytes) -> tuple[Settings, Mapping[str, Tensor]]:
     metadata = artifact.table_of(content).get("__metadata__", {})
     header = parse_json(metadata[KEY])
     check_text(header)
@@ -237,7 +237,7 @@ def _parsed(content: bytes) -> tuple[Settings, Mapping[str, Tensor]]:
     return Settings.from_json(header["settings"]), {name: stored[name] for name in header["parts"]}
 
 
-def compiled(detector: Detector, executor: str, **choices: Any) -> Detector:
+def compile_parts(detector: Detector, executor: str, **choices: Any) -> Detector:
     """Return the detector with parts that run in integers by the executor "reference", "torch" or "native"."""
     parts = {name: part.compile(executor, **choices) for name, part in detector.parts.items()}  # type: ignore[attr-defined]
     return Detector(parts, detector.settings)

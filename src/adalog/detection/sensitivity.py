@@ -9,7 +9,7 @@ from adalog.calibration.schedule import SERIAL, Resources
 from adalog.config import Config
 from adalog.detection.detector import KINDS, Detector
 from adalog.detection.images import Batch
-from adalog.detection.quantized import check_parts, config_of, part_calibration, recorded, within
+from adalog.detection.quantized import check_parts, config_of, part_calibration, record, within
 from adalog.device import default_memory
 from adalog.study.sensitivity import WIDTHS, Sensitivity, sensitivity
 
@@ -37,8 +37,8 @@ def sensitivities(
     part.
     """
     check_parts(parts)
-    inputs, _ = recorded(detector, calibrating)
-    judged, _ = recorded(detector, judging)
+    inputs, _ = record(detector, calibrating)
+    judged, _ = record(detector, judging)
     found = {}
     for name, part in detector.parts.items():
         if name.partition("_")[0] in parts:

@@ -7,7 +7,7 @@ import torch
 from adalog.detection import coco, demo
 from adalog.detection.checkpoint import load_parts
 from adalog.detection.detector import Detector, Settings
-from adalog.detection.network import ARCHITECTURES, initialised, make_parts
+from adalog.detection.network import ARCHITECTURES, initialise, make_parts
 from adalog.errors import DataError
 
 KINDS = f"mmdet:NAME (NAME is one of {', '.join(ARCHITECTURES)}) or demo:detector"
@@ -37,7 +37,7 @@ def load_detector(spec: str, *, pretrained: bool = True, checkpoint: Path | None
     sizes = ARCHITECTURES[name]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        parts = initialised(make_parts(sizes))
+        parts = initialise(make_parts(sizes))
     if checkpoint is not None:
         load_parts(parts, checkpoint, spec)
     for part in parts.values():

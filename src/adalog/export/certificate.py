@@ -16,7 +16,7 @@ from adalog.export.engines import Run, open_engine
 from adalog.export.onnx import KEY, as_array, graph_digest, inputs_of, package, stored_tensors, tensor_name
 from adalog.export.operands import Digit
 from adalog.export.replay import EVERY_FORM, MAKERS, OnnxForm, ProgramModule
-from adalog.graph.program import given_leaves
+from adalog.graph.program import present_leaves
 from adalog.quantized import QuantizedProgram
 from adalog.runtime import Compiled
 from adalog.runtime.reference import CodeProduct, IntegerSite
@@ -183,7 +183,7 @@ def changed_tensors(model: Any, replay: ProgramModule) -> list[str]:
     from onnx import numpy_helper
 
     wanted = {tensor_name(name): as_array(value) for name, value in replay.named_buffers()}
-    for name, weight in replay.stored().items():
+    for name, weight in replay.stored_weights().items():
         wanted |= stored_tensors(tensor_name(name), weight)
     odd = []
     for initializer in model.graph.initializer:
@@ -233,19 +233,17 @@ def _compare(
     for batch in batches:
         given = inputs_of(batch, names)
         got = _run(plain, given, found.engine)
-        wanted = given_leaves(compiled(*batch))
-        answers.append(paired(wanted, [got.get(each.name) for each in model.graph.output]))
+        wanted = present_leaves(compiled(*batch))
+        answers.append(pair(wanted, [got.get(each.name) for each in model.graph.output]))
         if seen < SITE_IMAGES:
             few = tuple(value[: SITE_IMAGES - seen] for value in batch)
             given = inputs_of(few, names)
             inner = {**given, **_run(inside, given, found.engine)}
             own.append(
-                paired([value[: len(few[0])] for value in wanted], given_leaves(quantized.program.run(moved(few))))
+                pair([value[: len(few[0])] for value in wanted], present_leaves(quantized.program.run(moved(few))))
             )
             codes = compiled.codes(*few)
-            found.sites = merged_sites(
-                found.sites, [_site(replay, site, inner, values, codes) for site in replay.sites]
-            )
+            found.sites = merge_sites(found.sites, [_site(replay, site, inner, values, codes) for site in replay.sites])
         seen += len(batch[0])
     if not seen:
         raise ValueError("there are no images to compare: give at least one")
@@ -371,7 +369,7 @@ def _same(site: IntegerSite, sums: Tensor, got: Tensor, scale: Tensor | None, le
     return bool(((got.double() - real).abs() <= ROUNDING * largest).all())
 
 
-def merged_sites(before: list[SiteReport], now: list[SiteReport]) -> list[SiteReport]:
+def merge_sites(before: list[SiteReport], now: list[SiteReport]) -> list[SiteReport]:
     """Return the reports of all sites on the images so far and the images of the last batch."""
     if not before:
         return now
@@ -381,7 +379,7 @@ def merged_sites(before: list[SiteReport], now: list[SiteReport]) -> list[SiteRe
     ]
 
 
-def paired(wanted: Sequence[Any], got: Sequence[Any]) -> Answers:
+def pair(wanted: Sequence[Any], got: Sequence[Any]) -> Answers:
     """Pair the float outputs of a batch (artifact, file). Raises ArtifactError if there are none, or shapes differ."""
     both = [(one, torch.as_tensor(other)) for one, other in zip(wanted, got, strict=True)]
     for one, other in both:

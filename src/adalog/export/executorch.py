@@ -75,7 +75,7 @@ class UniformProduct(nn.Module):
         super().__init__()
         self.site = site
         self.traced: ProductTrace | None = None
-        self.stored: dict[str, StoredWeight] = {}
+        self.stored_weights: dict[str, StoredWeight] = {}
         if site.weight is None:
             return
         codes, units = signed_weight(site, "XNNPACK", _WAY_OUT)
@@ -150,7 +150,7 @@ def to_executorch(quantized: QuantizedProgram, source: str) -> bytes:
     versions()
     about = {KEY: json.dumps({"artifact": source, "made_by": versions()}, sort_keys=True)}
     about |= {name: json.dumps(quantized.provenance[name]) for name in NOTED if name in quantized.provenance}
-    return lowered(ProgramModule(quantized, MAKERS).eval(), one_image(quantized), about)
+    return lower(ProgramModule(quantized, MAKERS).eval(), one_image(quantized), about)
 
 
 def to_watched(quantized: QuantizedProgram) -> tuple[bytes, ProgramModule, list[tuple[str, str]]]:
@@ -163,7 +163,7 @@ def to_watched(quantized: QuantizedProgram) -> tuple[bytes, ProgramModule, list[
     importlib.import_module(_OPERATORS)
     watched(*inputs)  # the names of an export are lost
     names = watched.names
-    return lowered(watched, inputs, {}), watched.replay, names
+    return lower(watched, inputs, {}), watched.replay, names
 
 
 def one_image(quantized: QuantizedProgram) -> tuple[Tensor, ...]:
@@ -171,7 +171,7 @@ def one_image(quantized: QuantizedProgram) -> tuple[Tensor, ...]:
     return tuple(value.new_zeros((1, *value.shape[1:])) for value in quantized.example)
 
 
-def lowered(module: nn.Module, inputs: tuple[Tensor, ...], methods: Mapping[str, str]) -> bytes:
+def lower(module: nn.Module, inputs: tuple[Tensor, ...], methods: Mapping[str, str]) -> bytes:
     """Return the ExecuTorch file of a module, with XNNPACK for all operations that it takes.
 
     methods: texts that methods of these names return. Raises ArtifactError if ExecuTorch cannot translate the module.

@@ -15,13 +15,13 @@ from adalog.export.certificate import (
     Certificate,
     SiteReport,
     judge,
-    merged_sites,
+    merge_sites,
     moved,
-    paired,
+    pair,
     relative_errors,
 )
 from adalog.export.noise import noise_like
-from adalog.graph.program import given_leaves
+from adalog.graph.program import present_leaves
 from adalog.quantized import QuantizedProgram
 from adalog.runtime import Compiled
 from adalog.runtime.reference import CodeProduct, IntegerSite, finish
@@ -92,19 +92,19 @@ def _compare(
     answers, own = list[Answers](), list[Answers]()
     seen = 0
     for batch in batches:
-        wanted = given_leaves(compiled(*batch))
+        wanted = present_leaves(compiled(*batch))
         images = range(len(batch[0]))
-        answers.append(paired(wanted, _joined([run([value[i : i + 1] for value in batch]) for i in images])))
+        answers.append(pair(wanted, _join([run([value[i : i + 1] for value in batch]) for i in images])))
         if seen < SITE_IMAGES:
             few = tuple(value[: SITE_IMAGES - seen] for value in batch)
-            results = _joined([inside([value[i : i + 1] for value in few]) for i in range(len(few[0]))])
+            results = _join([inside([value[i : i + 1] for value in few]) for i in range(len(few[0]))])
             inner = dict(zip(names, results[len(results) - len(names) :], strict=True))
             own.append(
-                paired([value[: len(few[0])] for value in wanted], given_leaves(quantized.program.run(moved(few))))
+                pair([value[: len(few[0])] for value in wanted], present_leaves(quantized.program.run(moved(few))))
             )
             codes = compiled.codes(*few)
             reports = [_site(quantized, site, inner, codes) for site in replay.sites]
-            found.sites = merged_sites(found.sites, reports)
+            found.sites = merge_sites(found.sites, reports)
         seen += len(batch[0])
     if not seen:
         raise ValueError("there are no images to compare: give at least one")
@@ -113,7 +113,7 @@ def _compare(
     judge(found, answers)
 
 
-def _joined(results: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _join(results: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Join the outputs of single images into batches."""
     return [torch.cat(list(each)) for each in zip(*results, strict=True)]
 

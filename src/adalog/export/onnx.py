@@ -40,12 +40,12 @@ def to_onnx(quantized: QuantizedProgram, form: OnnxForm, source: str, *, selects
     onnx = package("onnx")
     package("onnxscript")
     replay = ProgramModule(quantized, MAKERS[form]).eval()
-    model = _translated(replay, quantized)
+    model = _translate(replay, quantized)
     _rename(model, replay)
     _expand_steps(model, selects=selects)
     if selects:
         _round_signed(model)
-    _store(model, replay.stored())
+    _store(model, replay.stored_weights())
     _name_ends(model, quantized)
     model.ir_version, model.producer_name, model.producer_version = _IR, "adalog", version.__version__
     about = {
@@ -78,7 +78,7 @@ def graph_digest(model: Any) -> str:
     return digest.hexdigest()
 
 
-def _translated(replay: ProgramModule, quantized: QuantizedProgram) -> Any:
+def _translate(replay: ProgramModule, quantized: QuantizedProgram) -> Any:
     """Translate the replayed program with PyTorch, and return the ONNX model."""
     inputs = tuple(value.new_zeros((2, *value.shape[1:])) for value in quantized.example)
     shapes = []

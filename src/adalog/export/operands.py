@@ -108,7 +108,7 @@ class _UniformPart(nn.Module):
             self.least, self.most = nn.Buffer(low * scale), nn.Buffer(high * scale)
         self.scale, self.low, self.high = (nn.Buffer(value.clone()) for value in (scale, low, high))
 
-    def _clamped(self, x: Tensor, at: str, result: str = "") -> Tensor:
+    def _clamp(self, x: Tensor, at: str, result: str = "") -> Tensor:
         # With scales per head, OpenVINO 2026.4 uses the first head's scale for all if a Clip and QuantizeLinear follow.
         if self.single:
             return operator("Clip", [x, self.low, self.high], at=at, result=result)
@@ -116,7 +116,7 @@ class _UniformPart(nn.Module):
 
     def whole(self, x: Tensor, name: str, result: str) -> Tensor:
         ratio = operator("Div", [x, self.scale], at=name)
-        return self._clamped(operator("Round", [ratio], at=name), name, result)
+        return self._clamp(operator("Round", [ratio], at=name), name, result)
 
     def bytes(self, x: Tensor, name: str, limits: tuple[int, int], signed: bool) -> list[Digit]:
         """Write the part as bytes; clamping before rounding gives the same codes, and engines see one operator."""
@@ -126,7 +126,7 @@ class _UniformPart(nn.Module):
         if self.single:
             clamped, scale = operator("Clip", [x, self.least, self.most], at=name), self.get_buffer("scale")
         else:
-            clamped = self._clamped(operator("Div", [x, self.scale], at=name), name)
+            clamped = self._clamp(operator("Div", [x, self.scale], at=name), name)
             scale = torch.ones((), device=x.device)
         zero = torch.tensor(zero_point, dtype=dtype, device=x.device)
         value = operator("QuantizeLinear", [clamped, scale, zero], at=name, result=name, dtype=dtype)
@@ -152,11 +152,11 @@ class _Logarithm(nn.Module):
             self.cells, self.first, ends, entries = _cells(self.thresholds, self.levels)
             self.ends, self.entries = nn.Buffer(ends), nn.Buffer(entries)
 
-    def _lifted(self, x: Tensor, name: str) -> Tensor:
+    def _lift(self, x: Tensor, name: str) -> Tensor:
         return operator("Add", [x, _number(x, self.offset)], at=name) if self.offset else x
 
     def whole(self, x: Tensor, name: str, result: str) -> Tensor:
-        value = self._lifted(x, name)
+        value = self._lift(x, name)
         if self.compared:
             return operator(STEPS, [value, self.thresholds, self.levels], at=name, result=result)
         positive = operator("Max", [value, _number(x, 2.0 ** (self.first / self.cells - 1))], at=name)
@@ -181,7 +181,7 @@ class _Logarithm(nn.Module):
             return operator("Cast", [moved], at=name, result=result, dtype=dtype, to=code)
 
         if most <= 255 and self.compared and not signed:
-            value = self._lifted(x, name)
+            value = self._lift(x, name)
             value = operator(
                 BYTE_STEPS,
                 [value, self.thresholds, self.levels],

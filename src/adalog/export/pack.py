@@ -55,7 +55,7 @@ def to_pack(
         except ArtifactError as cause:
             raise ArtifactError(f"adalog cannot pack {path}: {cause}") from cause
         tapes.append(tape)
-    outputs = list(_described(tapes[0]["output"]))
+    outputs = list(_describe(tapes[0]["output"]))
     shapes = [output["shape"] for output in outputs]
     if classes is not None and shapes != [[len(classes)]]:
         text = " and ".join(str(tuple(shape)) for shape in shapes)
@@ -96,14 +96,14 @@ def _is_same(found: Any, wanted: Tensor) -> bool:
     return torch.equal(torch.from_numpy(found).nan_to_num(), wanted.nan_to_num())
 
 
-def _described(structure: Any, path: str = "") -> Iterator[dict[str, Any]]:
+def _describe(structure: Any, path: str = "") -> Iterator[dict[str, Any]]:
     """Describe the outputs in a tape's structure of outputs; keys and numbers with dots between them name them."""
     kind = next(iter(structure)) if len(structure) == 1 else None
     if kind is None:
         yield _description(path or "output", structure["type"], structure["shape"])
         return
     for key, item in structure[kind] if kind == "dict" else enumerate(structure[kind]):
-        yield from _described(item, f"{path}.{key}" if path else str(key))
+        yield from _describe(item, f"{path}.{key}" if path else str(key))
 
 
 def _description(name: str, dtype: str, shape: Sequence[int]) -> dict[str, Any]:

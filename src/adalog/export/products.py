@@ -59,7 +59,7 @@ class OnnxProduct(nn.Module):
             self.bases = _bases(site)
         for index, scale in enumerate(scales_of(site)):
             self.register_buffer(f"scale_{index}", scale)
-        self.stored: dict[str, StoredWeight] = {}
+        self.stored_weights: dict[str, StoredWeight] = {}
         if site.weight is not None:
             self._store(site)
         self.traced: ProductTrace | None = None
@@ -83,17 +83,17 @@ class OnnxProduct(nn.Module):
             for place, factor in enumerate(_factors(self.bases[1])):
                 self.register_buffer(f"weight_{place}", _digit(whole, factor, self.bases[1]))
             if not self.bases[1]:
-                self.stored["weight_0"] = StoredWeight(codes, zero if bool(zero.any()) else None)
+                self.stored_weights["weight_0"] = StoredWeight(codes, zero if bool(zero.any()) else None)
             return
         whole = codes - zero
         if 2 * max(map(_raw, site.left.limits())) * int(whole.abs().max()) < _PAIRS and int(whole.abs().max()) < 128:
             # OpenVINO multiplies bytes only with weights that have no zero point.
-            self.stored["weight_0"] = StoredWeight(codes.t(), zero.t() if bool(zero.any()) else None)
+            self.stored_weights["weight_0"] = StoredWeight(codes.t(), zero.t() if bool(zero.any()) else None)
             codes, zero, self.signed = whole, torch.zeros_like(zero), True
         else:
             if not self.signed:
                 codes, zero = codes + 128, zero + 128
-            self.stored["weight_0"] = StoredWeight(codes.t())
+            self.stored_weights["weight_0"] = StoredWeight(codes.t())
         dtype = torch.int8 if self.signed else torch.uint8
         self.weight_0 = nn.Buffer(codes.t().contiguous().to(dtype))
         self.zero_point = nn.Buffer(zero.flatten().to(dtype))
@@ -110,7 +110,7 @@ class OnnxProduct(nn.Module):
             rights = None if right is None else right.bytes(signed=self.signed)
         else:
             lefts, rights = left.floats(), None if right is None else right.floats()
-        sums = self._dequantized(lefts, rights) if self.bytes and self.mixed else self._sums(lefts, rights)
+        sums = self._dequantize(lefts, rights) if self.bytes and self.mixed else self._sums(lefts, rights)
         names = tuple(f"{site.name}.accumulators.{index}" for index in range(len(sums)))
         self.traced = ProductTrace(
             tuple(map(tuple, lefts)), None if rights is None else tuple(map(tuple, rights)), names, self._unit_of(names)
@@ -118,7 +118,7 @@ class OnnxProduct(nn.Module):
         total = None
         for index, each in enumerate(sums):
             part = each
-            if not self._scaled_already:
+            if not self._has_units:
                 part = each.to(torch.float32) * self.get_buffer(f"scale_{index}")
             total = part if total is None else total + part
         assert total is not None
@@ -127,13 +127,13 @@ class OnnxProduct(nn.Module):
         return total + (bias if site.geometry is None else bias[:, None, None])
 
     @property
-    def _scaled_already(self) -> bool:
+    def _has_units(self) -> bool:
         """True if the quantized floats already contain the units of both operands."""
         units = [*self.site.left.units(), *([] if self.site.weight is not None else self.site.right.units())]
         return self.bytes and self.mixed and all(unit.numel() == 1 for unit in units)
 
     def _unit_of(self, names: Sequence[str]) -> tuple[Tensor, ...] | None:
-        if not self._scaled_already:
+        if not self._has_units:
             return None
         return tuple(self.get_buffer(f"scale_{index}") for index in range(len(names)))
 
@@ -202,9 +202,9 @@ class OnnxProduct(nn.Module):
         # Without the cast, an engine may multiply the weights by the scales, so that the sums are not whole numbers.
         return operator("Cast", [sums], at=site.name, result=result, dtype=torch.int32, to=6)
 
-    def _dequantized(self, lefts: list[list[Digit]], rights: list[list[Digit]] | None) -> list[Tensor]:
+    def _dequantize(self, lefts: list[list[Digit]], rights: list[list[Digit]] | None) -> list[Tensor]:
         """Return the product of each pair of parts, computed from floats that engines recognize as quantized."""
-        site, inside = self.site, self._scaled_already
+        site, inside = self.site, self._has_units
         found = []
         pairs = [(i, j) for i in range(len(lefts)) for j in range(1 if rights is None else len(rights))]
         for index, (i, j) in enumerate(pairs):

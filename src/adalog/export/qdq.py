@@ -84,7 +84,7 @@ class QdqProduct(nn.Module):
         super().__init__()
         self.site = site
         self.traced: ProductTrace | None = None
-        self.stored: dict[str, StoredWeight] = {}  # the codes are a buffer
+        self.stored_weights: dict[str, StoredWeight] = {}  # the codes are a buffer
         (self.scale,) = scales_of(site)
         if site.weight is None:
             return

@@ -14,7 +14,7 @@ from adalog.export.operands import OnnxEncoder
 from adalog.export.products import OnnxProduct, StoredWeight
 from adalog.export.qdq import QdqEncoder, QdqProduct
 from adalog.graph.operations import FAKE_QUANTIZE
-from adalog.graph.program import Node, given_leaves
+from adalog.graph.program import Node, present_leaves
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import Quantizer
 from adalog.runtime import compiled
@@ -43,7 +43,7 @@ class Makers:
     """The functions that make the parts of a replayed program, and the format that messages name.
 
     encoder: makes the module that encodes an operand, from its quantizer, a site that reads it, and its name. product:
-    makes the module of a site's product, with the attributes `site`, `traced` and `stored` of `OnnxProduct`.
+    makes the module of a site's product, with the attributes `site`, `traced` and `stored_weights` of `OnnxProduct`.
     """
 
     encoder: Callable[[Quantizer, IntegerSite, str], nn.Module]
@@ -105,12 +105,12 @@ class ProgramModule(nn.Module):
         for name, value in self.program.tensors.items():
             self.tensors.register_buffer(_path(name), value)
 
-    def stored(self) -> dict[str, StoredWeight]:
+    def stored_weights(self) -> dict[str, StoredWeight]:
         """Return the weights that are stored in narrow types, by the name of the buffer that holds their value."""
         return {
             f"steps.{_path(site)}.{name}": each
             for site, product in self.products.items()
-            for name, each in product.stored.items()
+            for name, each in product.stored_weights.items()
         }
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -122,7 +122,7 @@ class ProgramModule(nn.Module):
         """Return the outputs. watch: called after every operation, as in `Program.run`."""
         tensors = {name: self.tensors.get_buffer(_path(name)) for name in self.program.tensors}
         found = replace(self.program, tensors=tensors).run(inputs, watch, self._called)
-        return tuple(given_leaves(found))
+        return tuple(present_leaves(found))
 
 
 def _apart(sites: Sequence[IntegerSite]) -> list[IntegerSite]:

@@ -216,14 +216,14 @@ def unfold_added_product(call: OpCall) -> Ref:
 def _unfold_added(op: str) -> Callable[[OpCall], Ref]:
     """Return a rewrite of `addcmul` or `addcdiv`, value + number * op(one, other), as separate operations."""
 
-    def unfolded(call: OpCall) -> Ref:
+    def unfold(call: OpCall) -> Ref:
         values = call.named()
         result = call.emit(op, values["tensor1"], values["tensor2"], part="_product")
         if values["value"] != 1:
             result = call.emit("aten.mul.Tensor", result, values["value"], part="_scaled")
         return call.emit("aten.add.Tensor", values["self"], result)
 
-    return unfolded
+    return unfold
 
 
 def unfold_named_padding(call: OpCall) -> Ref:
@@ -414,34 +414,34 @@ def _of_all(op: str) -> Callable[[OpCall], Ref]:
     return lambda call: call.emit(op, call.args[0], tuple(range(call.metas[0].ndim)))
 
 
-def _masked(call: OpCall) -> Ref:
+def _unfold_masked_fill(call: OpCall) -> Ref:
     """Write a masked fill with a tensor as a choice."""
     value, mask, fill = call.args
     return call.emit("aten.where.self", mask, fill, value)
 
 
-def _spelled(op: str, *last: Arg) -> Callable[[OpCall], Ref]:
+def _respell(op: str, *last: Arg) -> Callable[[OpCall], Ref]:
     """Return a rewrite that emits the operation as `op`, with the arguments `last` after its own."""
     return lambda call: call.emit(op, *call.args, *last, **call.kwargs)
 
 
-def _reversed(call: OpCall) -> Ref:
+def _unfold_transpose(call: OpCall) -> Ref:
     """Write `x.T` as a permutation."""
     return call.emit("aten.permute.default", call.args[0], tuple(reversed(range(call.metas[0].ndim))))
 
 
-def _corrected(op: str) -> Callable[[OpCall], Ref]:
+def _with_correction(op: str) -> Callable[[OpCall], Ref]:
     """Return a rewrite of a variance or standard deviation that turns `unbiased` into a correction of 1 or 0."""
 
-    def spelled(call: OpCall) -> Ref:
+    def respell(call: OpCall) -> Ref:
         values = call.named()
         correction = int(values["unbiased"])
         return call.emit(op, values["self"], values["dim"], correction=correction, keepdim=values["keepdim"])
 
-    return spelled
+    return respell
 
 
-def _floored(call: OpCall) -> Ref:
+def _unfold_floor_division(call: OpCall) -> Ref:
     """Write a division of tensors that rounds down with the rounding as an argument."""
     return call.emit("aten.div.Tensor_mode", *call.args, rounding_mode="floor")
 
@@ -464,18 +464,18 @@ _ALIASES = {
 # Each function returns the replacement of an operation (a tuple of references for an operation with several results),
 # or None to keep the operation as it is.
 UNFOLDED: Mapping[str, Callable[[OpCall], Any]] = {
-    **{f"aten.{name}": _spelled(f"aten.{other}") for name, other in _ALIASES.items()},
-    **dict.fromkeys(("aten.mT.default", "aten.mH.default"), _spelled("aten.transpose.int", -2, -1)),  # values are real
-    "aten.adjoint.default": _spelled("aten.transpose.int", -2, -1),
-    "aten.numpy_T.default": _reversed,
-    **dict.fromkeys(("aten.swapaxes.default", "aten.swapdims.default"), _spelled("aten.transpose.int")),
-    **dict.fromkeys(aten("floor_divide.default floor_divide.Tensor floor_divide.Scalar"), _floored),
-    "aten.clip.default": _spelled("aten.clamp.default"),
-    "aten.clip.Tensor": _spelled("aten.clamp.Tensor"),
-    "aten.__and__.Tensor": _spelled("aten.bitwise_and.Tensor"),
-    "aten.__or__.Tensor": _spelled("aten.bitwise_or.Tensor"),
-    "aten.var.dim": _corrected("aten.var.correction"),
-    "aten.std.dim": _corrected("aten.std.correction"),
+    **{f"aten.{name}": _respell(f"aten.{other}") for name, other in _ALIASES.items()},
+    **dict.fromkeys(("aten.mT.default", "aten.mH.default"), _respell("aten.transpose.int", -2, -1)),  # values are real
+    "aten.adjoint.default": _respell("aten.transpose.int", -2, -1),
+    "aten.numpy_T.default": _unfold_transpose,
+    **dict.fromkeys(("aten.swapaxes.default", "aten.swapdims.default"), _respell("aten.transpose.int")),
+    **dict.fromkeys(aten("floor_divide.default floor_divide.Tensor floor_divide.Scalar"), _unfold_floor_division),
+    "aten.clip.default": _respell("aten.clamp.default"),
+    "aten.clip.Tensor": _respell("aten.clamp.Tensor"),
+    "aten.__and__.Tensor": _respell("aten.bitwise_and.Tensor"),
+    "aten.__or__.Tensor": _respell("aten.bitwise_or.Tensor"),
+    "aten.var.dim": _with_correction("aten.var.correction"),
+    "aten.std.dim": _with_correction("aten.std.correction"),
     "aten.scaled_dot_product_attention.default": unfold_attention,
     "aten.einsum.default": unfold_einsum,
     "aten.matmul.default": unfold_vector_product,
@@ -487,7 +487,7 @@ UNFOLDED: Mapping[str, Callable[[OpCall], Any]] = {
     "aten.conv2d.padding": unfold_named_padding,
     "aten.index.Tensor": unfold_mask_index,
     "aten.index_put.default": unfold_mask_write,
-    "aten.masked_fill.Tensor": _masked,
+    "aten.masked_fill.Tensor": _unfold_masked_fill,
     "aten.unfold.default": unfold_windows,
     **dict.fromkeys(aten("tensor_split.sections tensor_split.indices"), unfold_tensor_split),
     **dict.fromkeys(aten("hsplit.int hsplit.array"), partial(unfold_tensor_split, dim=1)),
@@ -501,8 +501,8 @@ UNFOLDED: Mapping[str, Callable[[OpCall], Any]] = {
     "aten.logsumexp.default": unfold_logsumexp,
     "aten.max.default": _of_all("aten.amax.default"),
     "aten.min.default": _of_all("aten.amin.default"),
-    "aten.max.other": _spelled("aten.maximum.default"),
-    "aten.min.other": _spelled("aten.minimum.default"),
+    "aten.max.other": _respell("aten.maximum.default"),
+    "aten.min.other": _respell("aten.minimum.default"),
 }
 
 
@@ -514,7 +514,7 @@ def softmax_left(program: Program) -> Program:
     makers = {node.name: node for node in program.nodes}
     nodes: list[Node] = []
 
-    def transposed(value: Ref, name: str, scope: str) -> Ref:
+    def transpose(value: Ref, name: str, scope: str) -> Ref:
         maker = makers.get(value.name)
         if maker is not None and maker.op == "aten.transpose.int" and set(maker.args[1:]) == {-2, -1}:
             return maker.args[0]
@@ -526,11 +526,11 @@ def softmax_left(program: Program) -> Program:
         if sources[1:] == ["softmax"] and sources[0] not in ("softmax", "weight"):
             value, weights = node.args
             args = (
-                transposed(weights, f"{node.name}#left", node.scope),
-                transposed(value, f"{node.name}#right", node.scope),
+                transpose(weights, f"{node.name}#left", node.scope),
+                transpose(value, f"{node.name}#right", node.scope),
             )
             nodes.append(replace(node, name=f"{node.name}#product", args=args))
-            transposed(Ref(nodes[-1].name), node.name, node.scope)
+            transpose(Ref(nodes[-1].name), node.name, node.scope)
         else:
             nodes.append(node)
     return replace(program, nodes=tuple(nodes))
@@ -557,26 +557,26 @@ def choose_by_masks(program: Program) -> Program:
     """Rewrite x[mask] = y[mask] to where(mask, y, x), whose size does not depend on the values of the mask."""
     makers = {node.name: node for node in program.nodes}
 
-    def made_by(op: str, value: Any) -> tuple[Arg, ...]:
+    def args_of(op: str, value: Any) -> tuple[Arg, ...]:
         node = makers.get(value.name) if isinstance(value, Ref) else None
         return node.args if node is not None and node.op == op else ()
 
-    def chosen(node: Node) -> Node:
+    def choose(node: Node) -> Node:
         if node.op != "aten.masked_scatter.default":
             return node
         x, hidden, value = node.args
         mask = hidden
-        while unsqueezed := made_by("aten.unsqueeze.default", mask):
+        while unsqueezed := args_of("aten.unsqueeze.default", mask):
             mask = unsqueezed[0]
-        y, places = made_by("aten.index.Tensor", value) or (None, ())
-        parts = [made_by("getitem", place) for place in places]
-        found = [made_by("aten.nonzero_numpy.default", part[0]) for part in parts if part]
+        y, places = args_of("aten.index.Tensor", value) or (None, ())
+        parts = [args_of("getitem", place) for place in places]
+        found = [args_of("aten.nonzero_numpy.default", part[0]) for part in parts if part]
         in_order = [part[1] for part in parts if part] == [*range(len(places))]
         if places and in_order and all(each and each[0] in (mask, hidden) for each in found):
             return replace(node, op="aten.where.self", args=(hidden, y, x))
         return node
 
-    return replace(program, nodes=tuple(map(chosen, program.nodes))).pruned()
+    return replace(program, nodes=tuple(map(choose, program.nodes))).pruned()
 
 
 def store_parameters(program: Program) -> Program:
@@ -593,7 +593,7 @@ def store_parameters(program: Program) -> Program:
         for value in (*[node.name] * (node.op in PRODUCTS), *dict(_parameters(node))):
             if value in constant and value not in program.tensors and value not in stored:
                 stored[value] = _name_in(taken, *read_as.get(value, (node, "stored")))
-    computed = _computed(program, constant, stored)
+    computed = _compute(program, constant, stored)
     tensors, nodes = dict(program.tensors), []
     tensors.update((name, computed[value].contiguous()) for value, name in stored.items())
     for node in program.nodes:
@@ -624,7 +624,7 @@ def store_constants(program: Program) -> Program:
     made = {node.name for node in program.nodes if node.name in constant and node.op not in OPERATIONS}
     more, computed = made, dict[str, Any]()
     while more:
-        computed = _computed(program, constant, made)
+        computed = _compute(program, constant, made)
         unstored = {name for name, value in computed.items() if not _is_storable(value)}
         readers = (node for node in program.nodes if node.name in constant and not unstored.isdisjoint(node.refs()))
         more = {node.name for node in readers} - made
@@ -668,7 +668,7 @@ def _operation(op: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
-def _computed(program: Program, constant: Collection[str], names: Collection[str]) -> dict[str, Any]:
+def _compute(program: Program, constant: Collection[str], names: Collection[str]) -> dict[str, Any]:
     """Compute values that depend on stored tensors and numbers alone, by any operation of PyTorch."""
     making = tuple(node for node in program.nodes if node.name in constant)
     output = {name: Ref(name) for name in names}

@@ -20,10 +20,10 @@ from torch.utils import _pytree as pytree
 from adalog.device import full_float32
 from adalog.errors import CaptureError, ProgramError
 from adalog.graph.canonical import PARAMETERS, UNFOLDED, OpCall, canonical
-from adalog.graph.exported import ONE_SIZE, WITHOUT_IT, at, exported, place_of_node, run_on, shapes_of
+from adalog.graph.exported import ONE_SIZE, WITHOUT_IT, at, export_model, place_of_node, run_on, shapes_of
 from adalog.graph.modules import float_module
 from adalog.graph.operations import FLOAT_PRODUCTS, OPERATIONS, PADS, PLACEMENT, aten
-from adalog.graph.program import Arg, ModelOutput, Node, Program, Ref, given_leaves, leaves_of
+from adalog.graph.program import Arg, ModelOutput, Node, Program, Ref, leaves_of, present_leaves
 from adalog.graph.sizes import rule_of
 
 TOLERANCE = 1e-4  # largest allowed difference between program and model, as a fraction of the largest output
@@ -98,7 +98,7 @@ def capture(model: nn.Module, inputs: Tensor | Sequence[Any], sizes: Sizes = "fi
     """
     if sizes not in get_args(Sizes):
         raise ValueError(f"sizes = {sizes!r} is not one of {', '.join(get_args(Sizes))}")
-    model, example = float_module(model), batched(inputs)
+    model, example = float_module(model), as_batch(inputs)
     with inference(model), torch.compiler.set_stance("force_eager"):
         program = _import(model, take(example, [0, 1]), sizes == "free")
         for batch in BATCHES:
@@ -108,7 +108,7 @@ def capture(model: nn.Module, inputs: Tensor | Sequence[Any], sizes: Sizes = "fi
     return program
 
 
-def batched(inputs: Tensor | Sequence[Any]) -> tuple[Any, ...]:
+def as_batch(inputs: Tensor | Sequence[Any]) -> tuple[Any, ...]:
     """Return the positional inputs as a tuple.
 
     Raises CaptureError unless all tensors hold the same number of images, at least one.
@@ -129,10 +129,10 @@ def take(inputs: Sequence[Any], images: Sequence[int] | Tensor) -> tuple[Any, ..
     """Return the inputs of the images with these numbers; numbers beyond the last image start again at the first."""
     rows = torch.as_tensor(images)
 
-    def taken(value: Any) -> Any:
+    def take(value: Any) -> Any:
         return value[rows.to(value.device) % len(value)] if isinstance(value, Tensor) else value
 
-    return tuple(taken(value) for value in inputs)
+    return tuple(take(value) for value in inputs)
 
 
 @contextmanager
@@ -159,7 +159,7 @@ def runs_on(model: nn.Module, *inputs: Any) -> bool:
 
 def _import(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> Program:
     """Export a model, and return it as a program in canonical form."""
-    export = exported(model, example, any_size)
+    export = export_model(model, example, any_size)
     inputs, tensors, standing = [], dict[str, Tensor](), dict[str, Arg]()
     targets = {_own_path(spec.target or "") for spec in export.graph_signature.input_specs}
     for spec in export.graph_signature.input_specs:
@@ -277,7 +277,7 @@ class _Importer:
             return args[0][args[1]]
         if node.target in (operator.pow, pow) and type(args[1]) is int and args[1] > 0:
             return functools.reduce(partial(self._emit, node, "sym.mul"), [args[0]] * args[1])
-        if node.target in _ROUNDED and (instead := self._rounded(node)) is not None:
+        if node.target in _ROUNDED and (instead := self._import_quotient(node)) is not None:
             return instead
         if _is_in_place(node):
             return self._write(node, op, args, kwargs)
@@ -340,7 +340,7 @@ class _Importer:
             )
         return self.walk(graph, self._convert(operands))
 
-    def _rounded(self, node: fx.Node) -> Ref | None:
+    def _import_quotient(self, node: fx.Node) -> Ref | None:
         """Import a rounded quotient of a size and a whole number as a division of whole numbers, if it is one."""
         quotient = node.args[0]
         if not isinstance(quotient, fx.Node) or quotient.target is not operator.truediv:
@@ -488,7 +488,7 @@ def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
     with full_float32():  # as `Program.run` computes
         made = run_on(model, inputs)
     wanted = [value for value in pytree.tree_leaves(made) if value is not None]
-    got = given_leaves(program.run(tensors))
+    got = present_leaves(program.run(tensors))
     for expected, actual in zip(wanted, got, strict=True):
         if not isinstance(expected, Tensor):
             continue
@@ -499,11 +499,11 @@ def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
                 "path for such inputs, or behave differently from call to call: use code that treats all batches alike"
             )
         error = _difference(expected, actual)
-        if not error <= _allowed(expected):
+        if not error <= _tolerance(expected):
             raise CaptureError(
                 f"the captured program of {type(model).__name__} differs from the model by {error:.2g} of "
                 f"{'the largest output' if expected.is_floating_point() else 'the values of an output'} on {given} "
-                f"(at most {_allowed(expected):g} is allowed). {_why_unlike(model, inputs, wanted, error)}"
+                f"(at most {_tolerance(expected):g} is allowed). {_why_unlike(model, inputs, wanted, error)}"
             )
 
 
@@ -521,7 +521,7 @@ def _difference(expected: Tensor, actual: Tensor) -> float:
     return (expected - actual).masked_fill(same, 0).abs().max().item() / max(largest, 1e-30)
 
 
-def _allowed(expected: Tensor) -> float:
+def _tolerance(expected: Tensor) -> float:
     return TOLERANCE if expected.is_floating_point() else _FLIPPED
 
 
@@ -536,9 +536,9 @@ def _why_unlike(model: nn.Module, inputs: tuple[Any, ...], wanted: Sequence[Any]
     def unlike(made: Any) -> bool:
         values = zip(wanted, (value for value in pytree.tree_leaves(made) if value is not None), strict=True)
         pairs = [(one, other) for one, other in values if isinstance(one, Tensor)]
-        return any(one.shape != other.shape or not _difference(one, other) <= _allowed(one) for one, other in pairs)
+        return any(one.shape != other.shape or not _difference(one, other) <= _tolerance(one) for one, other in pairs)
 
-    recorded = exported(model, take(inputs, [0, 1]), False).module()
+    recorded = export_model(model, take(inputs, [0, 1]), False).module()
     with full_float32():
         if unlike(run_on(model, inputs)):
             return "The model behaves differently from call to call: make its outputs depend on its inputs alone"
@@ -563,21 +563,21 @@ def _of_another_size(program: Program, inputs: tuple[Any, ...]) -> tuple[Any, ..
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     for height, width in _STRETCHED:
 
-        def stretched(value: Any, height: float = height, width: float = width) -> Any:
+        def stretch(value: Any, height: float = height, width: float = width) -> Any:
             if not isinstance(value, Tensor) or value.ndim != 4:
                 return value
-            return _stretched(_stretched(value, 2, height), 3, width)
+            return _stretch(_stretch(value, 2, height), 3, width)
 
         try:
-            program.check([stretched(value) for value in tensors])
+            program.check([stretch(value) for value in tensors])
         except ProgramError:
             continue
-        return tuple(stretched(value) for value in inputs)
+        return tuple(stretch(value) for value in inputs)
     shapes = " and ".join(str(tuple(value.shape[1:])) for value in tensors)
     raise CaptureError(f"the model takes no other size than {shapes}: {ONE_SIZE}")
 
 
-def _stretched(value: Tensor, dim: int, factor: float) -> Tensor:
+def _stretch(value: Tensor, dim: int, factor: float) -> Tensor:
     """Resize a dimension by this factor, by repeating entries or leaving some out; works for any dtype."""
     before, after = value.shape[dim], max(1, round(value.shape[dim] * factor))
     return value.index_select(dim, torch.arange(after, device=value.device) * before // after)

@@ -29,7 +29,7 @@ _FIXED = "Constraints violated"  # in PyTorch's message if the model's code turn
 _PATCHED = threading.Lock()  # held while a function of PyTorch is replaced
 
 
-def exported(model: nn.Module, example: Sequence[Any], any_size: bool) -> torch.export.ExportedProgram:
+def export_model(model: nn.Module, example: Sequence[Any], any_size: bool) -> torch.export.ExportedProgram:
     """Export a model for any number of images and, if asked, for any height and width.
 
     PyTorch can follow the model's Python code in two ways. The second one takes longer, but it also follows `int` of a
@@ -69,7 +69,7 @@ def _followed_len(model: nn.Module) -> Iterator[None]:
     Python's own `len` turns every size into a fixed number.
     """
 
-    def followed(value: Any) -> Any:
+    def follow(value: Any) -> Any:
         return value.shape[0] if isinstance(value, Tensor) and value.ndim else len(value)
 
     files = (sys.modules.get(type(part).__module__) for part in model.modules())
@@ -80,7 +80,7 @@ def _followed_len(model: nn.Module) -> Iterator[None]:
     }
     with _PATCHED:
         for file in own:
-            vars(file)["len"] = followed
+            vars(file)["len"] = follow
         try:
             yield
         finally:

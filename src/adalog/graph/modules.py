@@ -20,7 +20,7 @@ def float_module(model: Any) -> nn.Module:
 
     Raises CaptureError for anything else than a module of float weights, and says what to pass instead.
     """
-    while (inner := _wrapped(model)) is not None:
+    while (inner := _unwrap(model)) is not None:
         model = inner
     kind = type(model).__name__
     if isinstance(model, type):
@@ -50,7 +50,7 @@ def float_module(model: Any) -> nn.Module:
     return model
 
 
-def _wrapped(model: Any) -> nn.Module | None:
+def _unwrap(model: Any) -> nn.Module | None:
     """Return the module that `torch.compile` or a parallel wrapper holds, or None for anything else."""
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return model.module

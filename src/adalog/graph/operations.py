@@ -59,12 +59,12 @@ _ATEN = aten(
 def _on_sizes(function: Callable[..., int]) -> Callable[..., int]:
     """Restrict a function of sizes to 64-bit integers, because Python's operators take larger ones and other types."""
 
-    def checked(*sizes: int) -> int:
+    def check(*sizes: int) -> int:
         if not all(type(size) is int and abs(size) < 2**63 for size in sizes):
             raise TypeError("sizes must be 64-bit integers")
         return function(*sizes)
 
-    return checked
+    return check
 
 
 def _item(values: Sequence[Any], index: int) -> Any:

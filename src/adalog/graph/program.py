@@ -387,7 +387,7 @@ def leaves_of(output: Any) -> list[Any]:
     return [output]
 
 
-def given_leaves(output: Any) -> list[Any]:
+def present_leaves(output: Any) -> list[Any]:
     """Return the values of an output, in order, except None, which models return for outputs they do not compute."""
     return [leaf for leaf in leaves_of(output) if leaf is not None]
 

@@ -74,7 +74,7 @@ def group_sites(sites: Sequence[Site], pairs: Sequence[Pair]) -> list[SiteGroup]
     return [SiteGroup(tuple(members), folded.get(members[0].name)) for members in together.values()]
 
 
-def rewritten(program: Program, assigned: Assigned, made: Made | None = None) -> Program:
+def rewrite(program: Program, assigned: Assigned, made: Made | None = None) -> Program:
     """Return the program with quantized operands, coded weights, folded norms and absorbed offsets.
 
     made: what earlier calls with the same program made, so that weights are not computed again; it is added to.
@@ -93,14 +93,14 @@ def absorbs_offset(site: Site) -> bool:
     return site.role == "linear" or (site.role == "conv" and not any(conv_geometry(site.node)[1]))
 
 
-def _absorbed(site: Site, quantizer: Quantizer | None) -> tuple[float, Quantizer | None]:
+def _absorb(site: Site, quantizer: Quantizer | None) -> tuple[float, Quantizer | None]:
     """Return the offset that a site's bias absorbs, and the quantizer of its input after that."""
     return (0.0, quantizer) if quantizer is None or not absorbs_offset(site) else quantizer.absorbed()
 
 
 def exact_bias(program: Program, group: SiteGroup, assignment: Assignment) -> Tensor:
     """Return the biases of a group's float weights for the inputs that the assignment gives them: (O,)."""
-    offset, _ = _absorbed(group.first, assignment.left)
+    offset, _ = _absorb(group.first, assignment.left)
     biases = []
     for site in group.sites:
         weight, own = program.tensors[site.right], None if site.bias is None else program.tensors[site.bias]
@@ -140,7 +140,7 @@ class _Build:
         if first.role in ("qk", "av"):
             right = assignment.right
             assert right is None or isinstance(right, Quantizer)
-            left, right = assignment.left, right and right.map(_untransposed)
+            left, right = assignment.left, right and right.map(_transpose_parameter)
             if left is not None and first.left not in self._program.of_inputs:
                 left = left.map(_without_lead)
             refs = (
@@ -149,7 +149,7 @@ class _Build:
             )
             self._nodes[first.node.name] = replace(first.node, args=(*refs, *first.node.args[2:]))
             return
-        offset, quantizer = _absorbed(first, assignment.left)
+        offset, quantizer = _absorb(first, assignment.left)
         groups = conv_geometry(first.node)[-1] if first.role == "conv" else 1
         if quantizer is not None and groups > 1 and quantizer.scale.numel() > 1:
             channels = self._program.tensors[first.right].shape[1]
@@ -158,7 +158,7 @@ class _Build:
             )
         values = [call.left for call in first.calls]
         if fold is not None and group.pair is not None and group.pair.padded:
-            values = [self._shifted(first, fold)]
+            values = [self._shift(first, fold)]
         name = f"{first.name}.input"
         inputs = [self._fake(*each, name, quantizer) for each in zip(first.calls, values, strict=True)]
         start = 0
@@ -188,7 +188,7 @@ class _Build:
         self._nodes[norm.name] = replace(norm, args=(*norm.args[:2], *map(Ref, names), *norm.args[4:]))
         self._folded.add(norm.name)
 
-    def _shifted(self, site: Site, fold: Fold) -> str:
+    def _shift(self, site: Site, fold: Fold) -> str:
         """Subtract the fold's beta from the input of a linear, and return the name of the result.
 
         The norm cannot do this itself, because the zeros padded around its output must lose beta too.
@@ -308,7 +308,7 @@ def _between(value: Tensor, start: int, end: int) -> Tensor:
     return value if start == 0 and end == len(value) else value[start:end]
 
 
-def _untransposed(value: Tensor) -> Tensor:
+def _transpose_parameter(value: Tensor) -> Tensor:
     """Transpose a quantizer parameter (per tensor or per head) of an operand that was searched transposed."""
     return _without_lead(value.transpose(-1, -2))
 

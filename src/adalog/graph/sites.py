@@ -97,11 +97,11 @@ def find_sites(program: Program) -> list[Site]:
         if not site.refusal:
             layer = (site.node.op, site.node.args[1:]) if site.role in ("linear", "conv") else site.name
             calls.setdefault(layer, []).append(site)
-    return [_called(each) for each in calls.values()]
+    return [_merge_calls(each) for each in calls.values()]
 
 
 def with_heads(sites: Sequence[Site], program: Program, inputs: Sequence[Tensor]) -> list[Site]:
-    """Set `headed` of each site: its computed operands whose third dimension from the end counts heads.
+    """Set `heads_of` of each site: its computed operands whose third dimension from the end counts heads.
 
     The dimension counts heads if the product has four dimensions, and if its size is not 1 and does not change with the
     number of images or, if sizes are free, for larger images. Otherwise it may count images or rows, or all heads may
@@ -120,15 +120,15 @@ def with_heads(sites: Sequence[Site], program: Program, inputs: Sequence[Tensor]
         sizes = {shape[-3] if len(shape) > 2 else 1 for shape in shapes[name]}
         return len(sizes) == 1 and sizes != {1}
 
-    def headed(site: Site) -> frozenset[str]:
+    def heads_of(site: Site) -> frozenset[str]:
         both = {site.left, site.right} & names
         wide = both and max(len(shapes[name][0]) for name in both) == 4
         return frozenset(name for name in both if wide and counts(name))
 
-    return [replace(site, headed=headed(site)) for site in sites]
+    return [replace(site, headed=heads_of(site)) for site in sites]
 
 
-def _called(calls: Sequence[Site]) -> Site:
+def _merge_calls(calls: Sequence[Site]) -> Site:
     """Merge the calls of one layer into one site."""
     if len(calls) == 1:
         return calls[0]

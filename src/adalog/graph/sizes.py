@@ -73,7 +73,7 @@ def rule_of(
     environment = next(size for size in sizes.values() if isinstance(size, torch.SymInt)).node.shape_env
     asked = [guard.expr.xreplace(named) for guard in environment.guards if _is_asked_by_the_model(guard)]
     writer = _SizeWriter(places)
-    output = tuple(writer.guard(guard) for guard in _needed([*asked, *relied]))
+    output = tuple(writer.guard(guard) for guard in _needed_guards([*asked, *relied]))
     return Program(tuple(inputs), tuple(writer.nodes), output, {}).pruned() if output else None
 
 
@@ -101,7 +101,7 @@ def _is_asked_by_the_model(guard: Any) -> bool:
     return not file.is_relative_to(_TORCH) or file.is_relative_to(_TORCH / "nn")
 
 
-def _needed(guards: Iterable[Any]) -> Iterator[Any]:
+def _needed_guards(guards: Iterable[Any]) -> Iterator[Any]:
     """Leave out guards that are true for all sizes, and guards that another guard implies.
 
     A guard is left out only if its form shows this; no sizes are tried.
@@ -110,7 +110,7 @@ def _needed(guards: Iterable[Any]) -> Iterator[Any]:
     for guard in guards:
         if _is_always_true(guard):
             continue
-        subject, bound = _compared(guard)
+        subject, bound = _bound_of(guard)
         if subject not in tightest or bound < tightest[subject][0]:
             tightest[subject] = (bound, guard)
     return (guard for _, guard in tightest.values())
@@ -127,7 +127,7 @@ def _is_always_true(guard: Any) -> bool:
     return found.lower == sympy.true
 
 
-def _compared(guard: Any) -> tuple[Any, Any]:
+def _bound_of(guard: Any) -> tuple[Any, Any]:
     """Return a guard's subject and bound: if two guards have the same subject, the one with the smaller bound suffices.
 
     An inequality has the form (rest + constant >= 0) or (rest + constant > 0), and its subject is the rest.
@@ -140,7 +140,7 @@ def _compared(guard: Any) -> tuple[Any, Any]:
     return guard, (0, False)
 
 
-def _told(expression: Any) -> str:
+def _in_python(expression: Any) -> str:
     """Return an expression in Python's notation, such as "x.shape[2] == x.shape[3]"."""
     if isinstance(expression, sympy.Rel):
         return f"{expression.lhs} {expression.rel_op} {expression.rhs}"
@@ -167,10 +167,10 @@ class _SizeWriter:
     def _value(self, expression: Any, guard: Any) -> Ref | int:
         """Return the value of a part of a guard: a number, or a reference to the result of an operation."""
         if expression not in self._known:
-            self._known[expression] = self._written(expression, guard)
+            self._known[expression] = self._write(expression, guard)
         return self._known[expression]
 
-    def _written(self, expression: Any, guard: Any) -> Ref | int:
+    def _write(self, expression: Any, guard: Any) -> Ref | int:
         if isinstance(expression, (sympy.Integer, boolalg.BooleanAtom, int)):
             return int(bool(expression)) if isinstance(expression, boolalg.BooleanAtom) else int(expression)
         if expression in self._places:
@@ -180,18 +180,18 @@ class _SizeWriter:
         if isinstance(expression, (sympy.Gt, sympy.Ge)):
             expression, arguments = expression.reversed, expression.args[::-1]
         if isinstance(expression, sympy.Pow) and isinstance(expression.exp, sympy.Integer) and expression.exp > 0:
-            return self._joined("sym.mul", [self._value(expression.base, guard)] * int(expression.exp))
+            return self._combine("sym.mul", [self._value(expression.base, guard)] * int(expression.exp))
         if isinstance(expression, boolalg.Not):
             return self._add("sym.eq", self._value(arguments[0], guard), 0)
         for kind, name in _OPERATIONS.items():
             if isinstance(expression, kind):
-                return self._joined(f"sym.{name}", [self._value(argument, guard) for argument in arguments])
+                return self._combine(f"sym.{name}", [self._value(argument, guard) for argument in arguments])
         raise CaptureError(
-            f"the model takes another code path for sizes that do not satisfy {_told(guard)}, but adalog cannot check "
-            f"this because a program cannot hold {_told(expression)}: {ONE_SIZE}"
+            f"the model takes another code path for sizes that do not satisfy {_in_python(guard)}, but adalog cannot "
+            f"check this because a program cannot hold {_in_python(expression)}: {ONE_SIZE}"
         )
 
-    def _joined(self, op: str, values: Sequence[Ref | int]) -> Ref | int:
+    def _combine(self, op: str, values: Sequence[Ref | int]) -> Ref | int:
         first, *others = values
         for other in others:
             first = self._add(op, first, other)

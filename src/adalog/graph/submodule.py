@@ -85,7 +85,7 @@ def record_calls(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) 
     name, whole = type(model).__name__, type(within).__name__
     if model is within or all(module is not model for module in within.modules()):
         raise ValueError(f"{name} is not a part of {whole}: pass within= a model that contains it")
-    calls, given = _recorded(model, within, inputs)
+    calls, given = _record(model, within, inputs)
     if not calls:
         raise CalibrationError(f"{name} is not called in a forward pass of {whole}: choose another part of the model")
     for key, value in calls[0].constants.items():
@@ -101,16 +101,16 @@ def record_calls(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) 
         )
     count = min((len(value) for value in inputs if isinstance(value, Tensor)), default=0)
     if count > 1 and any(name not in calls[0].signature.parameters for name in calls[0].names):
-        fewer = _recorded(model, within, take(inputs, range(count // 2)))[0]
+        fewer = _record(model, within, take(inputs, range(count // 2)))[0]
         if any(call != calls[0] for call in fewer):
             raise CalibrationError(
                 f"the lists among the arguments of {name} depend on the number of images, so the quantized module "
                 "could take no other number: choose a module inside it that takes tensors (N, ...)"
             )
-    return calls[0], _joined(name, given)
+    return calls[0], _join(name, given)
 
 
-def _recorded(model: nn.Module, within: nn.Module, inputs: Sequence[Any]) -> tuple[list[ModuleCall], list[Inputs]]:
+def _record(model: nn.Module, within: nn.Module, inputs: Sequence[Any]) -> tuple[list[ModuleCall], list[Inputs]]:
     """Run `within(*inputs)`, and return each call of the module `model`, and the tensors of each call.
 
     Raises CalibrationError if the run fails before the first call.
@@ -147,7 +147,7 @@ def _recorded(model: nn.Module, within: nn.Module, inputs: Sequence[Any]) -> tup
     return calls, given
 
 
-def _joined(name: str, calls: list[Inputs]) -> list[Inputs]:
+def _join(name: str, calls: list[Inputs]) -> list[Inputs]:
     """Join the calls into one if their values have the same sizes; otherwise return them, if only map sizes differ."""
     values = list(zip(*calls, strict=True))
     if all(len({value.shape[1:] for value in each}) == 1 for each in values):

@@ -28,7 +28,7 @@ def trace(program: Program, inputs: Sequence[Tensor], count: int | None = None) 
     key = tuple((value.shape, value.stride(), value.dtype) for value in given)
     values = program.traces.get(key)
     if values is None:
-        values = program.traces[key] = _traced(program, given)
+        values = program.traces[key] = _trace(program, given)
         for oldest in list(program.traces)[:-_KEPT]:
             program.traces.pop(oldest, None)
     return values
@@ -36,7 +36,7 @@ def trace(program: Program, inputs: Sequence[Tensor], count: int | None = None) 
 
 @torch.inference_mode(False)  # the values are kept for calls outside the caller's inference mode
 @torch.no_grad()
-def _traced(program: Program, inputs: Sequence[Tensor]) -> dict[str, Any]:
+def _trace(program: Program, inputs: Sequence[Tensor]) -> dict[str, Any]:
     """Run a program on inputs without data, and return every value."""
     values: dict[str, Any] = {name: value.to("meta") for name, value in program.tensors.items()}
     values |= zip(program.inputs, inputs, strict=True)

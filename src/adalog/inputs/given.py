@@ -25,7 +25,7 @@ def as_inputs(images: Any, model: nn.Module, count: int) -> Images:
     if isinstance(images, tuple):
         return _several(images, model)
     if isinstance(images, DataLoader):
-        return _joined(_first(images, count), "a DataLoader", of_batches=images.batch_sampler is not None)
+        return _join(_first(images, count), "a DataLoader", of_batches=images.batch_sampler is not None)
     if isinstance(images, list):
         required = [parameter for parameter in _parameters(model) if parameter.default is parameter.empty]
         if len(required) > 1:
@@ -33,7 +33,7 @@ def as_inputs(images: Any, model: nn.Module, count: int) -> Images:
                 f"images is a list, but {type(model).__name__} takes {len(required)} inputs: give them as a tuple of "
                 "tensors (N, ...)"
             )
-        return _joined(images, "a list")
+        return _join(images, "a list")
     kind = type(images).__name__
     if isinstance(images, Mapping):
         names = ", ".join(map(str, images)) or "no key"
@@ -93,7 +93,7 @@ def _first(loader: Any, count: int) -> list[Any]:
     return batches
 
 
-def _joined(parts: Sequence[Any], what: str, *, of_batches: bool = False) -> Tensor:
+def _join(parts: Sequence[Any], what: str, *, of_batches: bool = False) -> Tensor:
     """Join images (C, H, W) or batches (N, C, H, W) of equal shapes. of_batches: the parts are batches (N, ...)."""
     odd = next((part for part in parts if not isinstance(part, Tensor)), None)
     if odd is not None:

@@ -30,10 +30,10 @@ def find_labels(folder: Path, names: Sequence[str]) -> tuple[int, ...] | None:
         return None
     for place in (root / kit for root in (folder, folder.resolve().parent) for kit in _KITS):
         if (place / "val.txt").is_file():
-            return _listed(place / "val.txt", names)
+            return _labels_by_name(place / "val.txt", names)
         for truth in sorted(place.glob("ILSVRC20*ground_truth.txt")) if place.is_dir() else ():
             if _TRUTH.fullmatch(truth.name):
-                return _numbered(truth, numbers)
+                return _labels_by_number(truth, numbers)
     return None
 
 
@@ -49,7 +49,7 @@ def _number(word: str, most: int) -> int | None:
     return int(word) if word.isascii() and word.isdecimal() and len(word) < 6 and int(word) <= most else None
 
 
-def _listed(path: Path, names: Sequence[str]) -> tuple[int, ...]:
+def _labels_by_name(path: Path, names: Sequence[str]) -> tuple[int, ...]:
     """Return the labels of images with these names from a file with lines FILE CLASS."""
     found: dict[str, int] = {}
     for number, words in _lines(path):
@@ -65,7 +65,7 @@ def _listed(path: Path, names: Sequence[str]) -> tuple[int, ...]:
     return tuple(found[name] for name in names)
 
 
-def _numbered(path: Path, numbers: Sequence[int]) -> tuple[int, ...]:
+def _labels_by_number(path: Path, numbers: Sequence[int]) -> tuple[int, ...]:
     """Return the labels of images with these numbers, from 1; line N of the file has the ILSVRC number of image N."""
     classes = _classes(path)
     lines = _lines(path)

@@ -69,7 +69,7 @@ def read_image(path: str | Path | Member) -> Image.Image:
     PIL.Image.MAX_IMAGE_PIXELS, or contains numbers with an unknown range (float, 32 bits).
     """
     try:
-        with _opened(path) as file, Image.open(file) as image:
+        with _open(path) as file, Image.open(file) as image:
             # Up to twice its limit, Pillow itself only warns.
             if Image.MAX_IMAGE_PIXELS is not None and image.width * image.height > Image.MAX_IMAGE_PIXELS:
                 raise Image.DecompressionBombError
@@ -91,7 +91,7 @@ def read_image(path: str | Path | Member) -> Image.Image:
         raise DataError(f"{path} cannot be read as an image: {reason}; replace it, or leave it out") from cause
 
 
-def _opened(path: str | Path | Member) -> BinaryIO:
+def _open(path: str | Path | Member) -> BinaryIO:
     """Open an image as a stream. Given a path, Pillow would map the file and scramble TIFFs that need turning."""
     if isinstance(path, Member):
         return BytesIO(path.read())
@@ -258,7 +258,7 @@ class Preprocessing:
         """
         if image.mode != "RGB":
             image = _to_rgb(image, image.format)
-        width, height = self._resized(*image.size)
+        width, height = self._resized_size(*image.size)
         if width * height > _MOST_RESIZED:
             raise DataError(
                 f"an image of {image.width} x {image.height} pixels would become one of {width} x {height}: "
@@ -279,7 +279,7 @@ class Preprocessing:
         mean, std = torch.tensor(self.mean).view(3, 1, 1), torch.tensor(self.std).view(3, 1, 1)
         return (pixels * self.rescale - mean) / std
 
-    def _resized(self, width: int, height: int) -> tuple[int, int]:
+    def _resized_size(self, width: int, height: int) -> tuple[int, int]:
         """Return (width, height) after resizing; the side that `resize` leaves open is rounded down, as in torchvision.
 
         Both sides are rounded to the nearest for "cover" and "contain", as in timm.

@@ -33,15 +33,15 @@ def from_timm(name: str, pretrained: bool, classes: int | None = None) -> tuple[
     timm = extra_module("timm", "timm")
     architecture = name.partition(".")[0]
     if not timm.is_model(architecture):
-        raise _unknown("timm", name, timm.list_models())
+        raise _unknown_model("timm", name, timm.list_models())
     try:
         settings = timm.models.get_pretrained_cfg(name)
     except RuntimeError as cause:  # there are no weights with that tag
-        raise _unknown("timm", name, timm.list_pretrained(f"{architecture}.*")) from cause
+        raise _unknown_model("timm", name, timm.list_pretrained(f"{architecture}.*")) from cause
     repository, file = getattr(settings, "hf_hub_id", None), None
     if pretrained and repository:
         names = (settings.hf_hub_filename, "model.safetensors", "pytorch_model.bin")
-        file = _cached(repository.partition("@")[0], filter(None, names))
+        file = _cached_file(repository.partition("@")[0], filter(None, names))
     with refusal(f"{_WEIGHTS * pretrained}timm:{name} cannot be loaded", OTHER_WEIGHTS):
         if pretrained and repository and file is None:
             _reach_hub()
@@ -59,7 +59,7 @@ def from_torchvision(name: str, pretrained: bool, classes: int | None = None) ->
     models = extra_module("torchvision", "timm").models
     names = models.list_models(module=models)
     if name not in names:
-        raise _unknown("torchvision", name, names)
+        raise _unknown_model("torchvision", name, names)
     weights = models.get_model_weights(name).DEFAULT
     preprocessing = of_torchvision(weights.transforms())
     side = preprocessing.size[0]
@@ -162,13 +162,13 @@ def _hf_preprocessing(
     return Preprocessing(size, size, (0.5,) * 3, (0.5,) * 3, "bilinear")
 
 
-def _unknown(package: str, name: str, known: Iterable[str]) -> DataError:
+def _unknown_model(package: str, name: str, known: Iterable[str]) -> DataError:
     close = difflib.get_close_matches(name, sorted(set(known)), SHOWN)
     hint = f"did you mean {' or '.join(close)}?" if close else f"see {package}'s list_models()"
     return DataError(f"{package} has no model {name!r}: {hint}")
 
 
-def _cached(repository: str, names: Iterable[str]) -> str | None:
+def _cached_file(repository: str, names: Iterable[str]) -> str | None:
     """Return the first of these files in the local cache of a hub repository, or None."""
     hub = extra_module("huggingface_hub", "hf")
     paths = (hub.try_to_load_from_cache(repository, name) for name in names)

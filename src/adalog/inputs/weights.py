@@ -42,7 +42,7 @@ def load_weights(
     # Renaming takes time, and a file may hold many mappings of a few tensors, such as the state of an optimizer.
     large = [part.weights for part in parts if 2 * len(part.weights) >= len(own)]
     large = large or [max((part.weights for part in parts), key=len)]
-    nearest = min((_renamed(module, weights) for weights in large), key=lambda weights: _distance(own, weights))
+    nearest = min((_rename(module, weights) for weights in large), key=lambda weights: _distance(own, weights))
     if not misfit(own, nearest):
         with refusal(f"{path} does not fit {spec}", _WAY_OUT):
             module.load_state_dict(nearest)
@@ -91,7 +91,7 @@ def _only_one(parts: Sequence[_Part], what: str) -> _Part:
     return likely[0]
 
 
-def _renamed(module: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
+def _rename(module: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights under current names: timm and transformers convert older and other formats."""
     maker: Any = type(module)
     home = sys.modules[maker.__module__]

@@ -84,7 +84,7 @@ def inspect(loaded: LoadedModel) -> dict[str, Any]:
 
     Raises CaptureError.
     """
-    program, images = captured(loaded)
+    program, images = capture_loaded(loaded)
     sites = find_sites(program)
     return {
         "model": loaded.name,
@@ -95,7 +95,7 @@ def inspect(loaded: LoadedModel) -> dict[str, Any]:
     }
 
 
-def captured(loaded: LoadedModel) -> tuple[Program, Tensor]:
+def capture_loaded(loaded: LoadedModel) -> tuple[Program, Tensor]:
     """Capture a model on two random images; return its program and the images.
 
     The images have the size of the model's preprocessing, or 224 x 224 if it has none. Raises CaptureError.

@@ -26,7 +26,7 @@ from adalog.errors import DataError
 from adalog.finished import FinishedParts
 from adalog.graph.operations import PRODUCTS
 from adalog.graph.program import Program, refs_of
-from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
+from adalog.graph.rewrite import Assigned, SiteGroup, rewrite
 from adalog.graph.sites import find_source
 from adalog.graph.tracing import size_in_bytes
 from adalog.inputs.refusals import refusal
@@ -425,7 +425,7 @@ class _ChangeEvaluator:
         waiting: dict[str, tuple[Program, list[str]]] = {}
         held: dict[str, int] = {}
         for key, assigned in changed.items():
-            program = rewritten(self.program, assigned)
+            program = rewrite(self.program, assigned)
             starts = self._starts(program)
             more = {name: size_in_bytes(self._shapes[name]) for name in starts}
             if waiting and sum((held | more).values()) > self._memory:

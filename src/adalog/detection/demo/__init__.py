@@ -38,7 +38,7 @@ def load_detector() -> Detector:
     return Detector(parts, SETTINGS)
 
 
-def drawn(count: int, seed: int) -> list[int]:
+def draw(count: int, seed: int) -> list[int]:
     """Return the numbers of `count` calibration scenes, selected by the seed. Raises DataError if there are fewer."""
     if count > len(CALIBRATING):
         there = len(CALIBRATING)
@@ -54,10 +54,10 @@ def batches(numbers: Iterable[int], size: int = 10) -> Iterator[tuple[list[Scene
     for number in numbers:
         waiting.append(scene(number))
         if len(waiting) == size:
-            yield waiting, prepared(waiting)
+            yield waiting, prepare(waiting)
             waiting = []
     if waiting:
-        yield waiting, prepared(waiting)
+        yield waiting, prepare(waiting)
 
 
 def truth(scenes: Iterable[tuple[int, Scene]]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def truth(scenes: Iterable[tuple[int, Scene]]) -> dict[str, Any]:
     return {"images": images, "annotations": annotations, "categories": categories}
 
 
-def found_in(
+def detect(
     runs: Detector, scenes: Sequence[Scene], numbers: Sequence[int], progress: Callable[[int], None] | None = None
 ) -> list[dict[str, Any]]:
     """Run a detector on scenes with these numbers; return its detections as COCO results.
@@ -82,13 +82,13 @@ def found_in(
     def detections() -> Iterator[Detections]:
         for start in range(0, len(scenes), 10):
             some = list(scenes[start : start + 10])
-            yield from runs(prepared(some))
+            yield from runs(prepare(some))
             if progress is not None:
                 progress(len(some))
 
     return results_of(detections(), numbers, range(1, len(NAMES) + 1))
 
 
-def prepared(scenes: list[Scene]) -> Batch:
+def prepare(scenes: list[Scene]) -> Batch:
     """Prepare scenes as a batch of images."""
     return SETTINGS.resizing.batch([Image.fromarray(each.image) for each in scenes])

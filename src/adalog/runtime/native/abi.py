@@ -197,7 +197,7 @@ class Context:
 
     def __init__(self, threads: int, level: str | None = None):
         self._library = load()
-        level = library.chosen_level(level)
+        level = library.choose_level(level)
         library.check_threads(threads)
         self.level, self.threads = level, threads
         self._pointer = self._library.adalog_open(threads, library.LEVELS.index(level))
