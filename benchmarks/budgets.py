@@ -44,7 +44,7 @@ from adalog import METHODS, Calibration, Config, QuantizedModel, Resources
 from adalog.graph.rewrite import Assigned
 from adalog.inputs import demo
 from adalog.model import quickest
-from adalog.study.budget import Budget, quantize_within, taken
+from adalog.study.budget import Budget, budget_of, quantize_within
 from adalog.study.doctor import machine
 from adalog.study.evaluate import divergence, predict, score
 from adalog.study.sensitivity import Sensitivity, at_width, sensitivity
@@ -131,7 +131,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         found, _ = chosen_by(seed, count)
         resources = Resources(partial=place(f"{bits}-{seed}"), progress=told(bits))
         uniform = calibration.quantize(Config.preset(bits), resources)
-        size, bops = taken(uniform)
+        size, bops = budget_of(uniform)
         resources = Resources(partial=place(f"{bits}-{method}-{seed}"), progress=told(f"{bits} {method}, budget"))
         chosen = quantize_within(calibration, choices_of(bits, method), found, Budget(size, bops), resources)
         row = {"bits": bits, "method": method, "seed": seed, "judged": count}

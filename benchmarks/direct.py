@@ -203,17 +203,17 @@ class Direct:
         for _ in range(1 if left.is_float or right.is_float else search.rounds):
             for on_left in (activation_first, not activation_first):
                 if on_left and first is not None:
-                    losses = Losses(left, right.values, right.quantized(second), fused=self.fused)
+                    losses = Losses(left, right.values, right.fake_quantize(second), fused=self.fused)
                     first = firsts.search(losses, first)
                 elif not on_left and second is not None:
-                    losses = Losses(right, left.values, left.quantized(first), fused=self.fused)
+                    losses = Losses(right, left.values, left.fake_quantize(first), fused=self.fused)
                     second = seconds.search(losses, second)
                 else:
                     continue
                 self.candidates, self.flops = self.candidates + losses.evaluated, self.flops + losses.flops
         if isinstance(firsts, Logarithmic) and isinstance(first, LogQuantizer):
             first = firsts.at_its_base(first)
-        return product.assigned(first, second)
+        return product.assign(first, second)
 
     def _own(self, operand: Operand, of_activations: bool) -> Losses | None:
         """Return the operand's own error, from which the search of a linear starts, or None."""
@@ -260,7 +260,7 @@ class Uniform:
     least: float = LEAST_SCALE
 
     def quantizer(self, point: Tensor) -> UniformQuantizer:
-        scale, zero_point = (self.operand.shaped(part)[0] for part in point)
+        scale, zero_point = (self.operand.reshape(part)[0] for part in point)
         return UniformQuantizer(scale, zero_point, self.operand.format.bits)
 
     def grid(self) -> tuple[Tensor, Tensor]:

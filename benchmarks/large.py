@@ -162,7 +162,7 @@ class Compared:
             sides = each.assignment.left, each.assignment.right
             sites[each.group.name] = {
                 "one_in": few._observed.stride(few._requests[each.group.name].names),
-                "sqnr": self.whole.evaluate(each, self.config).product.assigned(*sides).sqnr,
+                "sqnr": self.whole.evaluate(each, self.config).product.assign(*sides).sqnr,
                 "seconds": each.seconds,
             }
         return sites

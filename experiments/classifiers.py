@@ -102,7 +102,7 @@ class Bench:
             "model": self.model.name,
             "weights": weights.hexdigest(),
             "images": images.hexdigest(),
-            "preprocessing": repr(self.model.prepared),
+            "preprocessing": repr(self.model.rgb_preprocessing),
         }
 
     def sample(self, count: int, seed: int, jobs: int) -> Tensor:
@@ -118,7 +118,7 @@ class Bench:
             drawn = sample_images(pool, count, seed)
             assert isinstance(drawn, Tensor)
             return drawn
-        return pool.sample(count, seed).load(self.model.prepared, jobs=jobs)
+        return pool.sample(count, seed).load(self.model.rgb_preprocessing, jobs=jobs)
 
     def classes(self, network: nn.Module, jobs: int, device: torch.device, ranks: Ranks = ALONE) -> Tensor:
         """Return the class that a network predicts for each evaluation image, (N,).
@@ -138,7 +138,7 @@ class Bench:
         """Raise DataError unless the model runs on its images and has their classes."""
         last = int(self.labels.argmax())
         judged = self.judged
-        one = judged[[last]] if isinstance(judged, Tensor) else judged.select([last]).load(self.model.prepared)
+        one = judged[[last]] if isinstance(judged, Tensor) else judged.select([last]).load(self.model.rgb_preprocessing)
         logits = predict(self.model.module.to(device), one, device=device)
         if isinstance(judged, ImageSet):
             first = judged.paths[0]
@@ -149,7 +149,7 @@ class Bench:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one image."""
-        return (3, *self.model.prepared.size)
+        return (3, *self.model.rgb_preprocessing.size)
 
 
 def _split(data: Path) -> tuple[ImageSet, ImageSet]:

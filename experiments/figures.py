@@ -51,7 +51,7 @@ from adalog.inputs import zoo
 from adalog.inputs.images import ImageSet
 from adalog.ledger import LedgerRow
 from adalog.methods import label
-from adalog.study.drawing import COLOURS, SMALL, TEXT, add_legend, new_figure, rendered, title_of
+from adalog.study.drawing import COLOURS, SMALL, TEXT, add_legend, new_figure, render, title_of
 from adalog.study.levels import HISTOGRAMS, LEVEL_METHODS, Panel, histogram_panels, level_figure
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ def pictures(drawn: Sequence[Drawn], title: str, left_out: Mapping[str, str]) ->
     lines = [f"# {title}"]
     for each in drawn:
         for form in FORMS:
-            files[f"{each.name}.{form}"] = rendered(each.figure, form, each.caption), each.caption
+            files[f"{each.name}.{form}"] = render(each.figure, form, each.caption), each.caption
         lines.append(f"![{each.name}]({each.name}.png)\n\n{each.caption}")
     lines += [f"Not drawn: {name}: {why}." for name, why in left_out.items()]
     text = "\n\n".join(lines) + "\n"
@@ -340,7 +340,7 @@ def command(
             Config.preset(width, name)
         given = find_calibration(target, data, images)
         loaded = load_model(target, no_pretrained, checkpoint)
-        preprocessing = loaded.prepared
+        preprocessing = loaded.rgb_preprocessing
         with progress_bar() as progress, quiet():
             bar = progress.add_task("capturing", total=1)
             if isinstance(given, ImageSet):

@@ -90,7 +90,7 @@ def landscapes(searched: SearchResult, search: Search, *, size: int = 48, jobs: 
     for side, operand, other, quantizer in (sides, others):
         if operand.is_float or not operand.format.names:
             continue
-        hat = other.quantized(quantizer)
+        hat = other.fake_quantize(quantizer)
         chosen, which = _one_group(operand)
         values, other_values, mask = operand.values, other.values, operand.mask
         for dim, index in zip(operand.format.own_dims, chosen, strict=True):

@@ -152,7 +152,7 @@ def _measure_one(
 
     whole = full_precision()
     result["models"][subject.name] = subject.summary(whole)
-    request.ranks.shared(list(runs), quantized, finished=finished)
+    request.ranks.share(list(runs), quantized, finished=finished)
 
 
 def short_name(config: Config, seed: int) -> str:

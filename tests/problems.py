@@ -101,7 +101,7 @@ def weight_of(found):
 
 
 def error_of(found, left, right):
-    hats = left.quantized(found.left), right.quantized(found.right)
+    hats = left.fake_quantize(found.left), right.fake_quantize(found.right)
     return output_error(left, right, *hats)[0]
 
 

@@ -259,9 +259,9 @@ def test_a_tensor_of_codes_keeps_them_under_other_scales():
     assert stored.codes.dtype == torch.uint8
     assert stored.bits == 4
     assert torch.equal(stored.dequantize(), quantizer.fake_quantize(values))
-    for other in (stored.scaled(1.5), stored.map(lambda value: value.double()), stored.to(torch.device("cpu"))):
+    for other in (stored.rescale(1.5), stored.map(lambda value: value.double()), stored.to(torch.device("cpu"))):
         assert torch.equal(other.codes, stored.codes)
-    torch.testing.assert_close(stored.scaled(1.5).dequantize(), stored.dequantize() * 1.5)
+    torch.testing.assert_close(stored.rescale(1.5).dequantize(), stored.dequantize() * 1.5)
     assignment = Assignment(None, stored, Fold(torch.ones(8), torch.zeros(8)), 3.0).to(torch.device("cpu"))
     assert torch.equal(assignment.right.codes, stored.codes)
     assert (assignment.left, assignment.sqnr) == (None, 3.0)
@@ -318,7 +318,7 @@ def test_sqnrs_of_what_starts_are_those_of_its_assignments(small, fast):
     found = {searched.group.name: searched for searched in small.search(fast)}
     for group, assignment in small.assign(fast, start=start):
         product = found[group.name].product
-        assert product.assigned(assignment.left, assignment.right).sqnr == pytest.approx(assignment.sqnr, abs=1e-6)
+        assert product.assign(assignment.left, assignment.right).sqnr == pytest.approx(assignment.sqnr, abs=1e-6)
 
 
 @pytest.mark.slow

@@ -601,7 +601,7 @@ def test_direct_losses_are_those_that_found_is_judged_by(kind, tile, fused, monk
     judged = SearchResult(None, Product("linear", left, right), Assignment(first, second)).mean_square_error()
     outputs = left.values[..., 0].numel() * right.values.shape[-2]
     for operand, other, mine, theirs in ((left, right, first, second), (right, left, second, first)):
-        losses = direct.Losses(operand, other.values, other.quantized(theirs), fused=fused)
+        losses = direct.Losses(operand, other.values, other.fake_quantize(theirs), fused=fused)
         found = losses([mine, replace(mine, scale=mine.scale * 0.8), mine])
         assert list(found.shape[1:]) == [operand.values.shape[dim] for dim in operand.format.own_dims]
         assert float(found[0].sum()) / outputs == pytest.approx(judged, rel=1e-3 if fused else 1e-5)
@@ -614,7 +614,7 @@ def test_direct_losses_are_those_that_found_is_judged_by(kind, tile, fused, monk
 def test_losses_belong_to_their_groups(kind):
     """The loss of one group depends on its own parameters alone, and is that of a product in float64."""
     left, right, first, second = operands(kind)
-    other = left.quantized(first)
+    other = left.fake_quantize(first)
     losses = direct.Losses(right, left.values, other)
     scale = second.scale.clone()
     scale.view(-1)[1] *= 1.7

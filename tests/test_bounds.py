@@ -272,7 +272,7 @@ def test_rounds_help():
 def test_sqnr_is_that_of_the_output(problem):
     left, right = problem()
     found = found_by(left, right, ONE_ROUND)
-    hats = found.left.fake_quantize(left.values), right.quantized(found.right)
+    hats = found.left.fake_quantize(left.values), right.fake_quantize(found.right)
     noise, signal = output_error(left, right, *hats)
     assert found.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-6)
 
@@ -324,7 +324,9 @@ def test_uniform_search_beats_min_and_max():
     low, high = right.values.min(1, keepdim=True).values, right.values.max(1, keepdim=True).values
     widest = uniform_fake_quantize(right.values, *bounds_to_uniform(low, high, 4), 4)
     left_hat, output = found.left.fake_quantize(left.values), left.values @ right.values.T
-    error, of_widest = ((left_hat @ hat.T - output).square().sum(0) for hat in (right.quantized(found.right), widest))
+    error, of_widest = (
+        (left_hat @ hat.T - output).square().sum(0) for hat in (right.fake_quantize(found.right), widest)
+    )
     assert error.sum() < 0.9 * of_widest.sum()
     assert error[::3].sum() < 0.8 * of_widest[::3].sum()  # where the outliers are
 
@@ -338,7 +340,7 @@ def test_search_is_no_worse_than_min_and_max_in_any_channel():
     low, high = right.values.min(1, keepdim=True).values, right.values.max(1, keepdim=True).values
     widest = uniform_fake_quantize(right.values, *bounds_to_uniform(low, high, 4), 4)
     error, of_widest = (
-        ((hat - right.values) @ left.values.T).square().sum(1) for hat in (right.quantized(found.right), widest)
+        ((hat - right.values) @ left.values.T).square().sum(1) for hat in (right.fake_quantize(found.right), widest)
     )
     assert bool((error <= of_widest * (1 + 1e-9)).all())
 
@@ -410,7 +412,7 @@ def test_padding_stays_zero(form):
     left, right = padded(form)
     found = found_by(left, right, SMALL)
     hat = torch.where(left.mask.bool(), found.left.fake_quantize(left.values), 0.0)
-    noise, signal = output_error(left, right, hat, right.quantized(found.right))
+    noise, signal = output_error(left, right, hat, right.fake_quantize(found.right))
     assert found.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-6)
 
 
@@ -421,7 +423,7 @@ def test_padding_is_no_noise_to_the_search():
 
     def error(found):
         hat = torch.where(left.mask.bool(), found.left.fake_quantize(left.values), 0.0)
-        return output_error(left, right, hat, right.quantized(found.right))[0]
+        return output_error(left, right, hat, right.fake_quantize(found.right))[0]
 
     masked = error(found_by(left, right, SMALL))
     counted = error(found_by(replace(left, mask=None), right, SMALL))
@@ -600,7 +602,7 @@ def test_refitted_scales_are_the_least_squares_of_the_codes(shapes):
     own_dims = (0,) if w.ndim == 2 else (0, 1)
     left, right = Operand(x, UniformFormat(3)), Operand(w, UniformFormat(3, own_dims=own_dims))
     found = found_by(left, right, replace(SMALL, refit=False))
-    stored = Product("linear", left, right).refitted(found.left, found.right)
+    stored = Product("linear", left, right).refit(found.left, found.right)
     codes = found.right.quantize(w)
     assert torch.equal(stored.codes.double(), codes)
     assert torch.equal(stored.quantizer.zero_point, found.right.zero_point)
@@ -630,14 +632,14 @@ def test_the_sqnr_of_refitted_scales_is_that_of_their_output(shapes, exact):
     zero_point = torch.full((*w.shape[:-1], 1), 4.0, dtype=torch.float64)
     quantizer = UniformQuantizer(zero_point / (4.2 if exact else 5), zero_point, 3)
     first = None if exact else UniformQuantizer(torch.tensor(0.7).double(), torch.tensor(4.0).double(), 3)
-    found = product.assigned_refitted(first, quantizer)
-    stored = product.refitted(first, quantizer)
+    found = product.assign_refitted(first, quantizer)
+    stored = product.refit(first, quantizer)
     assert torch.equal(found.right.codes, stored.codes)
     assert torch.equal(found.right.quantizer.scale, stored.quantizer.scale)
     if exact:
         assert found.sqnr > 100
     else:
-        assert found.sqnr == pytest.approx(product.assigned(first, stored).sqnr, rel=1e-9)
+        assert found.sqnr == pytest.approx(product.assign(first, stored).sqnr, rel=1e-9)
 
 
 def test_the_search_refits_weights_and_nothing_else():
@@ -698,7 +700,7 @@ def test_each_row_keeps_the_point_of_less_loss():
     before, after = points(GOOD, BAD, GOOD), points(BAD, GOOD, SHIFTED)
     found, total = bounds._better(error, given.right, after, before)
     assert torch.equal(found, points(GOOD, GOOD, GOOD))
-    hat = given.right.quantized_at(points(GOOD, GOOD, GOOD)) - given.right.values
+    hat = given.right.fake_quantize_at(points(GOOD, GOOD, GOOD)) - given.right.values
     assert total == pytest.approx(float((given.left.values @ hat.T).square().sum()), rel=1e-9)
 
 
@@ -719,7 +721,7 @@ def test_a_candidate_that_is_worse_replaces_nothing(rough_rows, monkeypatch):
 
     search = replace(EXACT_ROUND, rough_rows=rough_rows)
     first = bounds.search_own(given.left, search)
-    second, _ = bounds._search_operand(given.right, given.left.values, given.left.quantized_at(first), search, None)
+    second, _ = bounds._search_operand(given.right, given.left.values, given.left.fake_quantize_at(first), search, None)
     monkeypatch.setattr(bounds, "minimise", worse)
     found = replace(search, rounds=2).search_product(given)
     assert any(calls)
@@ -739,7 +741,7 @@ def with_start_times(monkeypatch, factor):
     def quantizer(scale, shape):
         return UniformQuantizer(torch.full(shape, scale).double(), torch.full(shape, 8.0).double(), 4)
 
-    start = given.assigned(quantizer(1.5, (1,)), quantizer(0.75, (3, 1)))
+    start = given.assign(quantizer(1.5, (1,)), quantizer(0.75, (3, 1)))
     monkeypatch.setattr(bounds, "_search_operand", finds)
     return start, EXACT_ROUND.search_product(replace(given, start=start))
 

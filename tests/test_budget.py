@@ -421,7 +421,7 @@ def test_a_curve_knows_the_images_that_it_was_judged_by():
     labels, images = torch.tensor([0, 1]), torch.zeros(2, 3, 8, 8)
     files = [ImageSet((Path(folder) / "a.png", Path(folder) / "b.png"), (0, 1)) for folder in ("one", "other")]
     given = [images, images + 1, *files]
-    told = [study_pareto._told(PreparedImages(each), labels) for each in (*given, *given)]
+    told = [study_pareto._fingerprint(PreparedImages(each), labels) for each in (*given, *given)]
     assert len(set(told)) == len(given)
 
 
@@ -494,13 +494,13 @@ def test_what_the_choices_keep_float_stays_float(calibration, fast, found):
 
 def test_what_stages_add_counts(calibration, fast, found, monkeypatch):
     """A stage that makes the file larger gets a plan that leaves room for it."""
-    made = module._Maker.made
+    made = module._Maker.make
 
     def larger(self, plan, config):
         chosen = made(self, plan, dataclasses.replace(config, stages=()))
         return dataclasses.replace(chosen, bytes=chosen.bytes + 900 * bool(config.stages))
 
-    monkeypatch.setattr(module._Maker, "made", larger)
+    monkeypatch.setattr(module._Maker, "make", larger)
     config = dataclasses.replace(fast, stages=Config.preset("w4a4", "adalog+").stages)
     size = len(artifact.serialise(calibration.quantize(fast).quantized)) + 300
     chosen = quantize_within(calibration, config, found, Budget(size))

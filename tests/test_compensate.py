@@ -257,7 +257,7 @@ def test_scales_are_the_least_squares_of_the_codes():
     codes = quantizer.quantize(target)
     found = _least_squares(target, form, codes, quantizer)
     for factor in (0.99, 1.01):
-        other = found.scaled(factor)
+        other = found.rescale(factor)
         for row in range(3):
             worse, least = (each.dequantize(codes)[:, row : row + 1] for each in (other, found))
             wanted = target[:, row : row + 1]

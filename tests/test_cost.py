@@ -122,7 +122,7 @@ def captured_float(model):
     """The same operations without quantizers."""
     tiny = replace(model.program, quantizers={}, weights={})
     sources = {node.name: node.args[0].name for node in tiny.nodes if node.op == "adalog.fake_quantize"}
-    return replace(tiny, nodes=tuple(node.renamed(sources) for node in tiny.nodes if node.name not in sources))
+    return replace(tiny, nodes=tuple(node.rename(sources) for node in tiny.nodes if node.name not in sources))
 
 
 def logarithmic(model):

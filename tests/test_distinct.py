@@ -81,7 +81,7 @@ def test_rows_with_different_numbers_of_candidates_have_their_losses(gram, leadi
     points = points.view(30, rows, 2).transpose(1, 2).contiguous()
     points[:, :, : rows // 2] = points[:1, :, : rows // 2]
     expected = error.loss_by(operand.format.errors)(points)
-    found = error.loss_once(operand.format.errors, operand.format.settled)(points)
+    found = error.loss_once(operand.format.errors, operand.format.snap)(points)
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-3)
 
 
@@ -89,8 +89,8 @@ def test_candidates_of_one_whole_base_are_equal():
     operand = Operand(normal(8, 4).abs(), LogFormat(4, r=37))
     bases = torch.tensor([0.9, 1.0, 1.1, 4.0, 4.01])
     points = torch.stack([bases, torch.full((5,), 0.7)], 1)
-    assert DistinctCandidates.of(operand.format.settled(points)).place.tolist() == [0, 0, 0, 1, 1]
+    assert DistinctCandidates.of(operand.format.snap(points)).place.tolist() == [0, 0, 0, 1, 1]
     errors = operand.format.errors(operand.values)
-    assert torch.equal(errors(operand.format.settled(points), torch.float32), errors(points, torch.float32))
+    assert torch.equal(errors(operand.format.snap(points), torch.float32), errors(points, torch.float32))
     uniform = UniformFormat(4)
-    assert uniform.settled(points) is points
+    assert uniform.snap(points) is points

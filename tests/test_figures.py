@@ -20,7 +20,7 @@ import adalog
 from adalog import Calibration, Config, Search
 from adalog.ledger import LedgerRow
 from adalog.quantizers import LogQuantizer
-from adalog.study.drawing import rendered
+from adalog.study.drawing import render
 from adalog.study.levels import Panel, level_figure
 from commands import forked
 
@@ -84,8 +84,8 @@ def search_figure(drawn):
 def test_pictures_are_the_same_bytes_each_time(drawn, make, form):
     """And leave matplotlib's settings as they are."""
     before = dict(mpl.rcParams)
-    content = rendered(make(drawn), form, "What is <shown> & why")
-    assert rendered(make(drawn), form, "What is <shown> & why") == content
+    content = render(make(drawn), form, "What is <shown> & why")
+    assert render(make(drawn), form, "What is <shown> & why") == content
     if form == "svg":
         root = ET.fromstring(content)
         assert root.tag == "{http://www.w3.org/2000/svg}svg"

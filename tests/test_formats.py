@@ -30,7 +30,7 @@ def points_of(operand):
     """Points from corner to corner of the box."""
     low, high = operand.box(0.4)
     shares = torch.linspace(0, 1, 5, dtype=torch.float64).view(-1, *(1 for _ in low.shape))
-    return operand.format.settled(low + shares * (high - low))
+    return operand.format.snap(low + shares * (high - low))
 
 
 @every_format
@@ -75,7 +75,7 @@ def test_errors_and_steps_are_those_of_the_quantizers(form):
     losses = OwnError(operand.groups()).loss(*steps)
     for index, point in enumerate(points):
         hat = operand.quantizer(point).fake_quantize(operand.values)
-        assert torch.equal(operand.quantized_at(point), hat)
+        assert torch.equal(operand.fake_quantize_at(point), hat)
         close = (errors[index] - (hat - operand.values)).abs() < 1e-6
         assert float(close.double().mean()) > (0.98 if isinstance(form, LogFormat) else 0.999)  # codes by a table
         exact = replace(operand, values=(hat - operand.values).square()).groups().sum(1)

@@ -13,7 +13,7 @@ from adalog.search.bounds import minimise
 from adalog.search.forms import GramForm
 from adalog.search.objective import ProductError
 from adalog.search.strategies import brute_force
-from adalog.study.drawing import rendered
+from adalog.study.drawing import render
 
 
 def errors_of(operand, other, other_hat, view):
@@ -21,7 +21,7 @@ def errors_of(operand, other, other_hat, view):
     losses = torch.empty(view.losses.numel(), dtype=torch.float64)
     wanted = operand.values.double() @ other.double().T
     for index, point in enumerate(torch.cartesian_prod(*view.lines)):
-        hat = operand.quantized_at(point.reshape(len(point), *[1] * len(operand.format.own_dims)))
+        hat = operand.fake_quantize_at(point.reshape(len(point), *[1] * len(operand.format.own_dims)))
         losses[index] = (hat.double() @ other_hat.double().T - wanted).square().sum()
     return losses.view(view.losses.shape)
 
@@ -32,7 +32,7 @@ def test_a_landscape_is_the_loss(searched, drawn):
     assert left.names == ("q (rounded), of base 2^(q / 37)", "scale")
     assert right.names == ("lower bound", "upper bound")
     hats = [
-        side.quantized(found)
+        side.fake_quantize(found)
         for side, found in zip(
             (searched.product.left, searched.product.right),
             (searched.assignment.left, searched.assignment.right),
@@ -70,7 +70,7 @@ def test_a_path_is_that_of_the_search(searched, drawn):
         assert torch.equal(path.walk[-1], path.final)
         assert ((path.final >= each.near.low) & (path.final <= each.near.high)).all()
         assert path.least <= float(each.whole.losses.min()) * 1.2
-    other = searched.product.right.values, searched.product.right.quantized(searched.assignment.right)
+    other = searched.product.right.values, searched.product.right.fake_quantize(searched.assignment.right)
     error = ProductError.of(searched.product.left.values, *(value.T for value in other))
     errors = searched.product.left.format.errors(searched.product.left.values)
 
@@ -93,7 +93,7 @@ def test_a_path_from_a_sample_walks_on_a_larger_one(searched, monkeypatch):
     error = ProductError.of(
         searched.product.left.values,
         searched.product.right.values.T,
-        searched.product.right.quantized(searched.assignment.right).T,
+        searched.product.right.fake_quantize(searched.assignment.right).T,
     )
     losses = error.loss_of(searched.product.left.format.errors(searched.product.left.values), left.path.walk)
     assert (losses.diff() <= 0).all()
@@ -106,7 +106,7 @@ def test_a_landscape_of_a_sample_is_the_loss_on_its_rows(calibration, monkeypatc
     monkeypatch.setattr("adalog.search.objective._ROUGH_ELEMENTS", 1)
     (wide,) = calibration.search(Config(3, 3, 3, images=4, search=Search(steps=1)), ["blocks.0.mlp.fc1"])
     left, _ = landscape.landscapes(wide, Search(steps=1, rough_rows=64), size=3)
-    hat = wide.product.right.quantized(wide.assignment.right)
+    hat = wide.product.right.fake_quantize(wide.assignment.right)
     error = ProductError.of(wide.product.left.values, wide.product.right.values.T, hat.T)
     rows = error.sample(64).left
     assert isinstance(error.form, GramForm)
@@ -140,7 +140,7 @@ def test_a_landscape_of_heads_and_one_of_one_hyperparameter(calibration):
     assert left.whole.losses.shape == (5,)
     figure = landscape.landscape_figure([left], "one")
     assert np.allclose(figure.axes[0].lines[0].get_xdata(), left.whole.lines[0])
-    assert len(rendered(figure, "png")) > 1000
+    assert len(render(figure, "png")) > 1000
 
 
 def test_what_stays_float_has_no_landscape(calibration):

@@ -7,7 +7,7 @@ from torch import nn
 from adalog import Calibration, library
 from adalog.graph.operations import MOVES
 from adalog.graph.tracing import trace
-from adalog.runtime import compiled, native, reference
+from adalog.runtime import compile_program, native, reference
 from adalog.runtime.native.products import ByteEncoder
 from adalog.runtime.native.recognise import recognise
 from adalog.runtime.native.steps import AliasStep, AttentionStep, LinearStep, MatmulStep, NormStep, TorchStep
@@ -27,7 +27,7 @@ def _no_library(monkeypatch, tmp_path):
 
 def recognised(model, inputs):
     planned = reference.plan(model.program, model.example)
-    program, made = compiled(model.program, planned, native.encoder_key, native.encoder, lambda site: site)
+    program, made = compile_program(model.program, planned, native.encoder_key, native.encoder, lambda site: site)
     sites = {site.node.name: site for site in planned if native.takes(site)}
     quantizers = {name: each.quantizer for name, each in made.items() if isinstance(each, ByteEncoder)}
     return recognise(program, sites, quantizers, trace(model.program, [inputs]))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import adalog.search.objective
 from adalog.quantizers import log_levels, log_thresholds, uniform_fake_quantize
-from adalog.quantizers.quantiles import coprime, quantiles, thinned
+from adalog.quantizers.quantiles import coprime, quantiles, thin
 from adalog.search.forms import GramForm
 from adalog.search.objective import OwnError, ProductError
 from strategies import R, log_fake_quantize, normal
@@ -381,10 +381,10 @@ def test_a_stride_meets_every_column(stride, width):
 def test_a_thinned_sample_holds_every_channel(channels, monkeypatch):
     monkeypatch.setattr("adalog.quantizers.quantiles.SORTED_ELEMENTS", 4096)
     values = torch.arange(channels).repeat(500, 1)  # (T, C): each value is its channel's number
-    some = thinned(values.reshape(1, -1))
+    some = thin(values.reshape(1, -1))
     assert 2048 <= some.numel() <= 8192
     assert some.unique().numel() == channels
-    assert thinned(values[:10].reshape(1, -1)).numel() == 10 * channels  # a small one stays whole
+    assert thin(values[:10].reshape(1, -1)).numel() == 10 * channels  # a small one stays whole
 
 
 def test_quantiles_of_a_thinned_sample_keep_the_extremes(monkeypatch):
@@ -392,7 +392,7 @@ def test_quantiles_of_a_thinned_sample_keep_the_extremes(monkeypatch):
     monkeypatch.setattr("adalog.quantizers.quantiles._SORTED_OF_ROW", 500)
     sample = torch.randn(2, 20001, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sample[0, 1], sample[1, 2] = 99.0, -99.0
-    assert 400 <= thinned(sample).shape[1] <= 501
+    assert 400 <= thin(sample).shape[1] <= 501
     low, middle, high = quantiles(sample, (0.0, 0.5, 1.0))
     assert torch.equal(low, sample.amin(1))
     assert torch.equal(high, sample.amax(1))
@@ -403,7 +403,7 @@ def test_a_thinned_sample_holds_so_many_values_of_each_row(monkeypatch):
     monkeypatch.setattr("adalog.quantizers.quantiles.SORTED_ELEMENTS", 4096)
     monkeypatch.setattr("adalog.quantizers.quantiles._SORTED_OF_ROW", 512)
     for rows, most in ((1, 4096), (4, 1024), (8, 512), (100, 512)):
-        some = thinned(torch.arange(5000).repeat(rows, 1))
+        some = thin(torch.arange(5000).repeat(rows, 1))
         assert some.shape[0] == rows
         assert most / 2 <= some.shape[1] <= 5000 // (5000 // most) + 1
         assert bool((some.diff(dim=1) == some[0, 1]).all())

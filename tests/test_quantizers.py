@@ -430,11 +430,11 @@ def test_slices_change_nothing(shape, monkeypatch):
 
 def test_scaled_quantizers():
     one = torch.tensor(1.0)
-    assert float(uniform_of(2.0).scaled(1.5).scale) == 3
-    assert float(uniform_of(2.0).scaled(1.5).zero_point) == 8
-    twin = TwinUniformQuantizer(one, one / 4, 4).scaled(2.0)
+    assert float(uniform_of(2.0).rescale(1.5).scale) == 3
+    assert float(uniform_of(2.0).rescale(1.5).zero_point) == 8
+    twin = TwinUniformQuantizer(one, one / 4, 4).rescale(2.0)
     assert (float(twin.scale), float(twin.negative_scale)) == (2.0, 0.5)
-    assert float(LogQuantizer(one, 20, 37, 4).scaled(0.5).scale) == 0.5
+    assert float(LogQuantizer(one, 20, 37, 4).rescale(0.5).scale) == 0.5
 
 
 @given(st.data(), bits, q, beyond, rounding, st.floats(0.0, 0.5))
@@ -756,7 +756,7 @@ def test_gradients_change_no_value(quantizer, by_hand, low, high, dtype):
 def test_clamped_parts_are_the_integers_of_the_codes(quantizer, by_hand, low, high):
     """Uniform and twin quantizers round and clamp x / unit; the others name no such parts."""
     x = torch.linspace(2 * low - high, 2 * high - low, 999, dtype=torch.float64).expand(3, -1)
-    parts = [torch.clamp((x / unit).round(), least, most) for unit, least, most in quantizer.clamped()]
+    parts = [torch.clamp((x / unit).round(), least, most) for unit, least, most in quantizer.clamp_bounds()]
     assert len(parts) == {"uniform": 1, "twin": 2}.get(quantizer.kind, 0)
     integers = quantizer.integers(quantizer.quantize(x)) if parts else []
     assert all(torch.equal(part, each.double()) for part, each in zip(parts, integers, strict=True))

@@ -58,8 +58,8 @@ def test_each_job_is_done_once_and_all_get_its_result(world, threads):
 
     def work(ranks):
         told = []
-        found = ranks.shared(names, make, threads=threads, finished=lambda *each: told.append(each))
-        again = ranks.shared(names, make, known=found)  # what is known needs nobody
+        found = ranks.share(names, make, threads=threads, finished=lambda *each: told.append(each))
+        again = ranks.share(names, make, known=found)  # what is known needs nobody
         return found, again, told
 
     results = together(work, world)
@@ -87,7 +87,7 @@ def test_jobs_are_claimed_in_their_order_as_ranks_are_free(store):
                 other_has_all.set()
             return 1
 
-        return ranks.shared(["first", "second", "third", "fourth"], make)
+        return ranks.share(["first", "second", "third", "fourth"], make)
 
     assert together(work, store=store()) == [dict.fromkeys(["first", "second", "third", "fourth"], 1)] * 2
     slow = next(rank for rank, name in claimed if name == "first")
@@ -97,7 +97,7 @@ def test_jobs_are_claimed_in_their_order_as_ranks_are_free(store):
 def test_what_any_rank_knows_is_done_by_none():
     def work(ranks):
         known = {f"of {ranks.rank}": ranks.rank, "of both": 9}
-        return ranks.shared(["of both", "of 1", "of 0", "new"], lambda name: name, known=known)
+        return ranks.share(["of both", "of 1", "of 0", "new"], lambda name: name, known=known)
 
     assert together(work) == [{"of both": 9, "of 1": 1, "of 0": 0, "new": "new"}] * 2
 
@@ -107,16 +107,16 @@ def test_large_results_and_none_travel_whole():
     coded = Codec(lambda value: value, lambda name, value: value)
     payloads = {"large": content, "none": b"", "a piece": content[:_PIECE]}
     assert together(lambda ranks: ranks.by_first(lambda: content, coded)) == [content] * 2
-    assert together(lambda ranks: ranks.shared(list(payloads), payloads.get, coded=coded)) == [payloads] * 2
+    assert together(lambda ranks: ranks.share(list(payloads), payloads.get, coded=coded)) == [payloads] * 2
 
 
 def test_results_leave_the_store_once_all_have_read_them():
     store = LocalStore()
-    together(lambda ranks: ranks.shared(["a", "b"], lambda name: "x" * 1000), store=store)
+    together(lambda ranks: ranks.share(["a", "b"], lambda name: "x" * 1000), store=store)
     assert sum(map(len, store._values.values())) < 200
     ranks = Ranks()
     for _ in range(3):
-        ranks.shared(["a", "b"], str, threads=2)
+        ranks.share(["a", "b"], str, threads=2)
     assert not ranks._store._values
 
 
@@ -134,7 +134,7 @@ def test_sums_have_the_same_bits_on_any_number_of_ranks(count):
             made.append(number)
             return values[number].clone()
 
-        return ranks.summed(count, make, values[0]), made
+        return ranks.sum_in_order(count, make, values[0]), made
 
     wanted, order = summed(Ranks())
     assert order == list(range(count))
@@ -173,9 +173,9 @@ def test_who_fails_says_why_and_ends_all():
         try:
             if ranks.rank == 1:
                 raise ValueError("odd")
-            ranks.shared(["one", "two"], lambda name: time.sleep(0.01), known=None)
+            ranks.share(["one", "two"], lambda name: time.sleep(0.01), known=None)
         except (ValueError, RankError) as error:
-            return type(error), ranks.failed(lambda: tell(ranks.rank))
+            return type(error), ranks.fail(lambda: tell(ranks.rank))
 
     assert together(work) == [(RankError, 2), (ValueError, 2)]
     assert said == [1]
@@ -189,9 +189,9 @@ def test_an_error_in_a_job_ends_its_rank_and_then_the_others():
             return name
 
         try:
-            ranks.shared(["good", "bad", "third"], make)
+            ranks.share(["good", "bad", "third"], make)
         except (ArithmeticError, RankError) as error:
-            return type(error), ranks.failed(lambda: 1)
+            return type(error), ranks.fail(lambda: 1)
 
     found = together(work)
     assert {kind for kind, _ in found} == {ArithmeticError, RankError}
@@ -200,14 +200,14 @@ def test_an_error_in_a_job_ends_its_rank_and_then_the_others():
 
 def test_what_all_ranks_refuse_is_said_by_the_first():
     said = []
-    codes = together(lambda ranks: ranks.failed(lambda: said.append(ranks.rank) or 2, alike=True), 3)
+    codes = together(lambda ranks: ranks.fail(lambda: said.append(ranks.rank) or 2, alike=True), 3)
     assert (codes, said) == ([2, 2, 2], [0])
 
 
 def test_ranks_that_do_different_work_are_told_so():
     def work(ranks):
         with pytest.raises(RankError, match="different work: start all of them with the same arguments"):
-            ranks.shared([f"of {ranks.rank}"], str)
+            ranks.share([f"of {ranks.rank}"], str)
         return True
 
     assert together(work) == [True, True]
@@ -225,11 +225,11 @@ class Gone:
 
 def test_a_store_that_is_gone():
     ranks = Ranks(Gone(), 0, 2)
-    for work in (ranks.meet, lambda: ranks.by_first(str), lambda: ranks.shared(["x"], str)):
+    for work in (ranks.meet, lambda: ranks.by_first(str), lambda: ranks.share(["x"], str)):
         with pytest.raises(RankError, match="the other processes of this job cannot be reached"):
             work()
-    assert ranks.failed(lambda: 7) == 7
-    assert Ranks(Gone(), 1, 2).failed(lambda: 7) == 1
+    assert ranks.fail(lambda: 7) == 7
+    assert Ranks(Gone(), 1, 2).fail(lambda: 7) == 1
 
 
 def test_an_interface_that_is_not_there_is_told(monkeypatch):
@@ -237,7 +237,7 @@ def test_an_interface_that_is_not_there_is_told(monkeypatch):
 
     def work(ranks):
         with pytest.raises(RankError, match=r"Gloo cannot connect .* in the environment variable GLOO_SOCKET_IFNAME"):
-            ranks.summed(2, lambda number: torch.ones(3), torch.ones(3))
+            ranks.sum_in_order(2, lambda number: torch.ones(3), torch.ones(3))
         return True
 
     assert together(work, store=HashStore()) == [True, True]
@@ -441,7 +441,7 @@ def test_no_world_is_told(monkeypatch):
 
 
 def test_commands_for_one_process_say_so(monkeypatch, capsys):
-    monkeypatch.setattr(Ranks, "expected", lambda: 2)
+    monkeypatch.setattr(Ranks, "expected_size", lambda: 2)
     monkeypatch.setattr(Ranks, "of_environment", lambda: pytest.fail("it waits for others"))
     told = (
         "error: inspect runs as one process: start it without torchrun, which only supports quantize, evaluate, "

@@ -32,7 +32,9 @@ def test_a_table_takes_another_scale_only_if_the_exact_error_is_less(exact, chan
     def rough(candidates):
         return [[abs(float(first.scale) - 1.13)] for (first,) in candidates]
 
-    (found,) = tables._tabled(left, [quantizer], [second], 8, rough, lambda firsts: [exact(each) for each in firsts])
+    (found,) = tables._with_tables(
+        left, [quantizer], [second], 8, rough, lambda firsts: [exact(each) for each in firsts]
+    )
     assert found.width == 8
     assert float(found.scale) == (1.13 if changes else 1.0)
 

@@ -49,7 +49,7 @@ def alone(product, assignment, kinds, kind):
             steps = (w.amax(-1, keepdim=True).clamp(min=0) - w.amin(-1, keepdim=True).clamp(max=0)) / 255
             right = QuantizedTensor.nearest(w, UniformQuantizer(steps, (-w.amin(-1, keepdim=True) / steps).round(), 8))
         x_hat = x if left is None else left.fake_quantize(x)
-        right = right.scaled(fitting(x, w, x_hat, right.dequantize()).to(w.dtype))
+        right = right.rescale(fitting(x, w, x_hat, right.dequantize()).to(w.dtype))
     return dataclasses.replace(assignment, left=left, right=right)
 
 
@@ -309,11 +309,11 @@ class Twice(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.shared, self.head, self.other = nn.Linear(8, 8), nn.Linear(8, 3), nn.Parameter(torch.zeros(8))
+        self.share, self.head, self.other = nn.Linear(8, 8), nn.Linear(8, 3), nn.Parameter(torch.zeros(8))
 
     def forward(self, x):
-        x = self.shared(self.shared(x.flatten(1)).relu()).relu()
-        return self.head(nn.functional.linear(x, self.shared.weight, self.other))
+        x = self.share(self.share(x.flatten(1)).relu()).relu()
+        return self.head(nn.functional.linear(x, self.share.weight, self.other))
 
 
 def test_a_report_takes_the_file_of_layers_that_are_called_again(tmp_path):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adalog.search.strategies import alternating, brute_force, fpcs, grid, grid_spacing, rescaled, walk
+from adalog.search.strategies import alternating, brute_force, fpcs, grid, grid_spacing, rescale, walk
 from strategies import normal, seeds
 
 
@@ -410,7 +410,7 @@ def test_rescaling_finds_the_best_of_a_line():
     def loss(points):
         return (points / point - wanted).square().sum(1)
 
-    best, least = rescaled(loss, point, [True, True])
+    best, least = rescale(loss, point, [True, True])
     torch.testing.assert_close(best / point, wanted.expand(2, 2), rtol=3e-4, atol=0)
     assert torch.equal(loss(best[None])[0], least)
 
@@ -423,7 +423,7 @@ def test_rescaling_is_never_worse_and_moves_what_it_is_told(seed):
     def jagged(points):
         return (points * 1e3).sin().sum(1) + points.square().sum(1)
 
-    best, least = rescaled(jagged, point, [False, True])
+    best, least = rescale(jagged, point, [False, True])
     assert bool((least <= jagged(point[None])[0]).all())
     assert torch.equal(best[0], point[0])
     assert bool(((best[1] / point[1] - 1).abs() <= 0.0442).all())

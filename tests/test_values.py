@@ -178,7 +178,7 @@ def quantized_after(program, value, quantizer):
     """The program with a fake-quantize node behind a value."""
     nodes = []
     for node in program.nodes:
-        nodes.append(node.renamed({value: "quantized"} if any(each.name == "quantized" for each in nodes) else {}))
+        nodes.append(node.rename({value: "quantized"} if any(each.name == "quantized" for each in nodes) else {}))
         if node.name == value:
             nodes.append(Node("quantized", FAKE_QUANTIZE, (Ref(value), "quantizer")))
     return replace(program, nodes=tuple(nodes), quantizers={"quantizer": quantizer})

@@ -297,7 +297,7 @@ def test_images_that_are_not_rgb(tmp_path, channels):
         with pytest.raises(CaptureError, match=rf"own\.py:{function} {message}"):
             inspect(load_model(f"{tmp_path / 'own.py'}:{function}"))
     with pytest.raises(DataError, match=message):
-        _ = load_model(f"{tmp_path / 'own.py'}:conv").prepared
+        _ = load_model(f"{tmp_path / 'own.py'}:conv").rgb_preprocessing
 
 
 def test_images_that_are_not_square(tmp_path):

@@ -26,7 +26,7 @@ from adalog.graph.program import Arg, ModelOutput, Node, Program, Ref, refs_of
 from adalog.ledger import LedgerRow, ledger_json
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import MAX_BITS, MIN_BITS, QuantizedTensor, Quantizer, UniformQuantizer
-from adalog.quantizers.codec import check_shape, checked_weight, decode_quantizer, decode_weight, encode_quantizer, pack
+from adalog.quantizers.codec import check_shape, check_weight, decode_quantizer, decode_weight, encode_quantizer, pack
 from adalog.run import KEY as PACK
 from adalog.stored import MAX_JSON, check, check_text, is_whole, parse_json
 
@@ -100,8 +100,8 @@ def encode(quantized: QuantizedProgram) -> bytes:
     tensors: dict[str, Tensor] = {}
     shapes: dict[str, Any] = {}
     for name, weight in program.weights.items():
-        tensors[f"codes/{name}"] = pack(checked_weight(name, weight).codes, weight.bits)
-        tensors |= {f"{part}/{name}": value for part, value in weight.quantizer.stored().items()}
+        tensors[f"codes/{name}"] = pack(check_weight(name, weight).codes, weight.bits)
+        tensors |= {f"{part}/{name}": value for part, value in weight.quantizer.stored_parameters().items()}
         kind = weight.quantizer.kind
         shapes[name] = [weight.bits, list(weight.codes.shape), *([] if kind == UniformQuantizer.kind else [kind])]
     for name, value in program.tensors.items():

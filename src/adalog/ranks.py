@@ -1,7 +1,7 @@
 """Share work between the processes (ranks) of one job, as `torchrun` starts them.
 
 Ranks claim jobs and exchange results through the job's key-value store, which the launcher serves: a claim increments a
-counter, and results are bytes. Tensors to sum (`Ranks.summed`) go from rank to rank by Gloo, in CPU memory.
+counter, and results are bytes. Tensors to sum (`Ranks.sum_in_order`) go from rank to rank by Gloo, in CPU memory.
 """
 
 import itertools
@@ -103,7 +103,7 @@ class Ranks:
         self._group: Any = None  # created by the first sum
 
     @staticmethod
-    def expected() -> int:
+    def expected_size() -> int:
         """Return the number of ranks from the environment variables of `torchrun`; 1 unless all of them are set."""
         world = _number("WORLD_SIZE", 1)
         if world < 1:
@@ -117,7 +117,7 @@ class Ranks:
         Raises RankError if the job's store cannot be reached, or if an environment variable is not a number.
         """
         restarts = _number("TORCHELASTIC_RESTART_COUNT", 0)
-        if Ranks.expected() == 1:
+        if Ranks.expected_size() == 1:
             return Ranks(restarts=restarts)
         for name in ("RANK", "MASTER_PORT"):
             _number(name, 0)
@@ -125,7 +125,7 @@ class Ranks:
         from torch.distributed.distributed_c10d import PrefixStore
         from torch.distributed.rendezvous import rendezvous
 
-        with _reached():
+        with _reach():
             store, rank, world = next(rendezvous("env://", timeout=timedelta(minutes=5)))
         store = PrefixStore(f"adalog/{restarts}", store)  # restarts of a job may share one store
         return Ranks(store, rank, world, local=local, neighbours=neighbours, restarts=restarts)
@@ -135,7 +135,7 @@ class Ranks:
         """True for the rank that prints and writes."""
         return self.rank == 0
 
-    def shared(
+    def share(
         self,
         names: Sequence[str],
         make: Callable[[str], T],
@@ -157,7 +157,7 @@ class Ranks:
 
         Raises what a job on this rank raises, and RankError if another rank failed or shares other jobs.
         """
-        found = self.agreed(names, known or {}, coded)
+        found = self.agree(names, known or {}, coded)
         waiting = [name for name in names if name not in found]
 
         def take(name: str, result: T, own: bool) -> None:
@@ -194,7 +194,7 @@ class Ranks:
             except BaseException as error:
                 done.put(error)
 
-        with ThreadPoolExecutor(threads) as pool, _reached():
+        with ThreadPoolExecutor(threads) as pool, _reach():
             try:
                 for _ in range(min(threads, len(waiting))):
                     pool.submit(work)
@@ -210,23 +210,23 @@ class Ranks:
                         left -= 1
             finally:
                 stopped.set()
-        with _reached():
+        with _reach():
             board.close()  # after the last claim
 
-    def agreed(self, names: Sequence[str], known: Mapping[str, T], coded: Codec[T] = JSON) -> dict[str, T]:
+    def agree(self, names: Sequence[str], known: Mapping[str, T], coded: Codec[T] = JSON) -> dict[str, T]:
         """Return on every rank the named results that any rank knows, in the order of the names."""
         if self.world == 1:
             return {name: known[name] for name in names if name in known}
         board = self._board()
-        with _reached():
-            found = board.agreed(names, known, coded)
+        with _reach():
+            found = board.agree(names, known, coded)
             board.close()
         return found
 
     def by_first(self, make: Callable[[], T], coded: Codec[T] = JSON) -> T:
         """Call `make` on rank 0, and return its result on all ranks."""
         board = self._board()
-        with _reached():
+        with _reach():
             if self.first:
                 board.tell("it", made := make(), coded)
             else:
@@ -235,7 +235,7 @@ class Ranks:
             board.close()
         return made
 
-    def summed(self, count: int, make: "Callable[[int], Tensor]", like: "Tensor") -> "Tensor":
+    def sum_in_order(self, count: int, make: "Callable[[int], Tensor]", like: "Tensor") -> "Tensor":
         """Return on all ranks the sum of `make(0)` to `make(count - 1)`, bit for bit the same for any number of ranks.
 
         Neighbours are added in pairs, then pairs of pairs, and so on. Each rank makes whole runs of neighbours, and the
@@ -258,16 +258,16 @@ class Ranks:
         for before in range(0, runs, self.world):
             run = before + self.rank
             own = total(run * size, size, make, count) if run < runs else like.new_zeros(like.shape)
-            found += self._gathered(own)
+            found += self._gather(own)
         return total(0, 1 << (runs - 1).bit_length(), lambda run: found[run], runs)
 
-    def _gathered(self, value: "Tensor") -> "list[Tensor]":
+    def _gather(self, value: "Tensor") -> "list[Tensor]":
         """Return the tensors that all ranks pass here, in the order of the ranks."""
         if self.world == 1:
             return [value]
         from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
-        with _reached():
+        with _reach():
             if self._group is None:
                 try:
                     self._group = ProcessGroupGloo(PrefixStore("gloo", self._store), self.rank, self.world, _WAITS)
@@ -287,11 +287,11 @@ class Ranks:
     def meet(self) -> None:
         """Wait for all ranks. Raises RankError if one has failed."""
         board = self._board()
-        with _reached():
+        with _reach():
             self._store.add(f"{board.key}/here", 1)
             board.wait_for(lambda: self._store.add(f"{board.key}/here", 0) == self.world)
 
-    def failed(self, tell: Callable[[], int], *, alike: bool = False) -> int:
+    def fail(self, tell: Callable[[], int], *, alike: bool = False) -> int:
         """Report that this rank fails, and return the exit code of the job.
 
         tell: prints the reason and returns the exit code. Only the first rank that fails calls it; the others return
@@ -328,7 +328,7 @@ def _number(name: str, default: int) -> int:
 
 
 @contextmanager
-def _reached() -> Iterator[None]:
+def _reach() -> Iterator[None]:
     """Raise RankError instead of the error of a store that does not respond."""
     try:
         yield
@@ -347,11 +347,11 @@ class _Board:
         self._seen = 0  # number of results in the store that this rank has read
         self._own: set[str] = set()
 
-    def agreed(self, names: Sequence[str], known: Mapping[str, T], coded: Codec[T]) -> dict[str, T]:
+    def agree(self, names: Sequence[str], known: Mapping[str, T], coded: Codec[T]) -> dict[str, T]:
         """Return the results that any rank knows before jobs are claimed; the same on every rank."""
         mine = [name for name in names if name in known]
         self._put(f"rank{self._rank}", json.dumps([list(names), mine]).encode())
-        plans = [json.loads(self._awaited(f"rank{rank}")) for rank in range(self._world)]
+        plans = [json.loads(self._await(f"rank{rank}")) for rank in range(self._world)]
         if any(theirs != list(names) for theirs, _ in plans):
             raise RankError(
                 "the processes of this job do different work: start all of them with the same arguments, on machines "
@@ -361,7 +361,7 @@ class _Board:
         for name in (name for name in mine if teller[name] == self._rank):
             self._put(f"known/{name}", coded.write(known[name]))
         told = [name for name in names if name in teller]
-        return {n: known[n] if n in known else coded.read(n, self._awaited(f"known/{n}")) for n in told}
+        return {n: known[n] if n in known else coded.read(n, self._await(f"known/{n}")) for n in told}
 
     def claim(self) -> int:
         """Return the number of the next job: each number once, over all ranks."""
@@ -381,8 +381,8 @@ class _Board:
             return []
         self._check()
         begin, self._seen = self._seen, int(self._store.add(f"{self.key}/told", 0))
-        names = [self._awaited(f"told/{number}").decode() for number in range(begin, self._seen)]
-        return [(name, self._awaited(f"result/{name}")) for name in names if name not in self._own]
+        names = [self._await(f"told/{number}").decode() for number in range(begin, self._seen)]
+        return [(name, self._await(f"result/{name}")) for name in names if name not in self._own]
 
     def wait_for(self, ready: Callable[[], T]) -> T:
         """Call `ready` until its result is true, and return it. Raises RankError if a rank has failed."""
@@ -420,7 +420,7 @@ class _Board:
         self._put_keys.append(key)
         self._store.set(key, content)
 
-    def _awaited(self, key: str) -> bytes:
+    def _await(self, key: str) -> bytes:
         """Wait until a key has a value, and return its bytes."""
         whole = f"{self.key}/{key}"
         self.wait_for(lambda: self._store.check([whole]))

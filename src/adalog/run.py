@@ -108,8 +108,8 @@ class Model:
         self._pointer = pointer
         _check(error, path)
         about: _Description = self._library.adalog_model_describe(pointer).contents
-        self._inputs = [_described(about.inputs[number]) for number in range(about.input_count)]
-        self._outputs = [_described(about.outputs[number]) for number in range(about.output_count)]
+        self._inputs = [_describe(about.inputs[number]) for number in range(about.input_count)]
+        self._outputs = [_describe(about.outputs[number]) for number in range(about.output_count)]
         self.inputs = {each["name"]: tuple(each["shape"]) for each in self._inputs}
         self.batches = tuple(about.batches[: about.batch_count])
         self.bits, self.level = about.bits.decode(), about.level.decode()
@@ -163,7 +163,7 @@ class Model:
             self._pointer, count, _buffers(given), len(given), _buffers(found), len(found), byref(error)
         )
         _check(error)
-        return _structured(self._structure, iter(found))
+        return _structure(self._structure, iter(found))
 
 
 def load(path: str | Path, *, threads: int = 1, level: str | None = None, memory: int = 2**31) -> Model:
@@ -235,7 +235,7 @@ def _header(path: Path) -> dict[str, Any]:
     return header
 
 
-def _described(value: _Value) -> dict[str, Any]:
+def _describe(value: _Value) -> dict[str, Any]:
     """Return the name, type and shape per image of an input or output."""
     return {"name": value.name.decode(), "type": _TYPES[value.type], "shape": list(value.shape[: value.rank])}
 
@@ -244,11 +244,11 @@ def _buffers(values: list[Array]) -> Any:
     return (_Buffer * len(values))(*(_Buffer(value.ctypes.data, value.nbytes) for value in values))
 
 
-def _structured(structure: Any, values: Iterator[Array]) -> Any:
+def _structure(structure: Any, values: Iterator[Array]) -> Any:
     """Return the values in the structure of outputs that a tape records: a dict with one key, or a view."""
     kind = next(iter(structure)) if len(structure) == 1 else None
     if kind == "dict":
-        return {key: _structured(item, values) for key, item in structure[kind]}
+        return {key: _structure(item, values) for key, item in structure[kind]}
     if kind is not None:
-        return (tuple if kind == "tuple" else list)(_structured(item, values) for item in structure[kind])
+        return (tuple if kind == "tuple" else list)(_structure(item, values) for item in structure[kind])
     return next(values)

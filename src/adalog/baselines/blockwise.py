@@ -156,7 +156,7 @@ def refine_block(
             least = loss(best) if least is None else least
             for factor in factors:
                 tried = list(best)
-                tried[index] = quantizer.scaled(factor)
+                tried[index] = quantizer.rescale(factor)
                 found = loss(tried)
                 if found < least:
                     best, least = tried, found

@@ -109,7 +109,7 @@ class RangeSearch(AnySearch):
             first = own_range(left, self)
         symmetric = self.symmetric_weights and product.role in ("linear", "conv")
         second = None if right.is_float else own_range(right, self, symmetric=symmetric)
-        return product.assigned(first, second)
+        return product.assign(first, second)
 
     @property
     def why_unstored(self) -> str:

@@ -115,12 +115,12 @@ class ReleasedSearch(AnySearch):
                     second = seconds.search(_error(right, left, first))
         if isinstance(firsts, _LogSpace) and isinstance(first, LogQuantizer):
             first = firsts.final(first)
-        return product.assigned(first, second)
+        return product.assign(first, second)
 
 
 def _error(operand: Operand, other: Operand, quantizer: Quantizer | None) -> ProductError:
     """Return the product's error as a function of one operand, with the other one quantized."""
-    exact, hat = (value.transpose(-1, -2) for value in (other.values, other.quantized(quantizer)))
+    exact, hat = (value.transpose(-1, -2) for value in (other.values, other.fake_quantize(quantizer)))
     return ProductError.of(operand.values, exact, hat, operand.format.own_dims, operand.mask, operand.alike)
 
 
@@ -228,7 +228,7 @@ class _UniformSpace:
         return self._quantizer(_refine(scores, grid, spacing, steps, parents=16, least=self.least))
 
     def _quantizer(self, point: Tensor) -> UniformQuantizer:
-        scale, zero_point = (self.operand.shaped(each)[0] for each in point)
+        scale, zero_point = (self.operand.reshape(each)[0] for each in point)
         return UniformQuantizer(scale, zero_point, self.operand.format.bits)
 
     def start(self, *, own_error: bool) -> UniformQuantizer:
@@ -267,7 +267,7 @@ class _UniformSpace:
         return self._refine_grid(_LossPair.of(error, errors))
 
     def _hat(self, values: Tensor, points: Tensor) -> Tensor:
-        scale, zero_point = (self.operand.shaped(each) for each in points.unbind(1))
+        scale, zero_point = (self.operand.reshape(each) for each in points.unbind(1))
         return uniform_fake_quantize(values, scale, zero_point, self.operand.format.bits)
 
 

@@ -118,7 +118,7 @@ class ScaleSearch(AnySearch):
                 second = seconds.search(whole, *(each.fast() for each in sample))
             if turn and torch.equal(before, first if on_left else second):
                 break  # the other operand was searched with this result, so later turns would change nothing
-        return product.assigned(firsts.quantizer(first), seconds.quantizer(second))
+        return product.assign(firsts.quantizer(first), seconds.quantizer(second))
 
 
 def _sample(product: Product, stride: int) -> Iterator[tuple[Operand, Operand, Tensor | None]]:
@@ -162,7 +162,7 @@ class _OperandError:
     def of(
         operand: Operand, other: Operand, quantizer: Quantizer | None, weights: Tensor | None, search: ScaleSearch
     ) -> "_OperandError":
-        exact, factor = (value.transpose(-1, -2) for value in (other.values, other.quantized(quantizer)))
+        exact, factor = (value.transpose(-1, -2) for value in (other.values, other.fake_quantize(quantizer)))
         output = operand.values @ exact if search.metric == "cosine" else None
         return _OperandError(operand, factor, error_base(operand.values, exact, factor), output, weights)
 
@@ -324,7 +324,7 @@ class _ScaledQuantizers:
                 return TwinUniformQuantizer.of(point, form.bits, form.offset)
             case LogFormat():
                 return form.with_base(point, form.q)
-        scale = self.operand.shaped(point)[0]
+        scale = self.operand.reshape(point)[0]
         return UniformQuantizer(scale, torch.full_like(scale, half), form.bits)
 
 

@@ -51,7 +51,7 @@ class TwinUniformQuantizer(Quantizer):
     def step(self, x: Tensor) -> Tensor:
         return torch.where(x < 0, self.negative_scale, self.scale)
 
-    def scaled(self, factor: float | Tensor) -> "TwinUniformQuantizer":
+    def rescale(self, factor: float | Tensor) -> "TwinUniformQuantizer":
         return replace(self, scale=self.scale * factor, negative_scale=self.negative_scale * factor)
 
     def describe(self, count: int = 0) -> str:
@@ -68,7 +68,7 @@ class TwinUniformQuantizer(Quantizer):
         half = symmetric_zero_point(self.bits)
         return [(0, half - 1), (-half, 0)]
 
-    def clamped(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def clamp_bounds(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         half, zero = symmetric_zero_point(self.bits), torch.zeros_like(self.scale)
         return [(self.scale, zero, zero + (half - 1)), (self.negative_scale, zero - half, zero)]
 

@@ -266,7 +266,7 @@ class Calibration:
                 self.unlabelled,
                 assigned,
                 self._shared,
-                lambda group, found: self.product(group, found, config).assigned(found.left, found.right),
+                lambda group, found: self.product(group, found, config).assign(found.left, found.right),
                 resources,
                 seed=self.seed,
                 memory=self._memory // 2,

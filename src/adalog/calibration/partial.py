@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adalog.finished import FinishedParts
 from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer
-from adalog.quantizers.codec import check_shape, checked_weight, decode_quantizer, encode_quantizer, pack, unpack
+from adalog.quantizers.codec import check_shape, check_weight, decode_quantizer, encode_quantizer, pack, unpack
 
 _DTYPES = {
     str(kind).removeprefix("torch."): kind for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -114,4 +114,4 @@ def _side(name: str, fields: dict[str, Any] | None) -> Quantizer | QuantizedTens
     check_shape(name, shape)
     packed = torch.frombuffer(bytearray(b64decode(fields["codes"]["packed"], validate=True)), dtype=torch.uint8)
     codes = unpack(packed, quantizer.bits, math.prod(shape)).reshape(shape)
-    return checked_weight(name, QuantizedTensor(codes, quantizer))
+    return check_weight(name, QuantizedTensor(codes, quantizer))

@@ -128,7 +128,7 @@ def reconstruct(
         members = [index for index, (group, _) in enumerate(current) if group.changes <= names]
         keys = [f"{stage} of {current[index][0].name}" for index in members]
         done = {key: found for key in keys if partial is not None and (found := partial.get(key, device)) is not None}
-        done = ranks.agreed(keys, done, assignment_codec(device))
+        done = ranks.agree(keys, done, assignment_codec(device))
         if len(done) < len(keys) and floats.is_float(block.value_out):
             here = [current[index] for index in members]
             beside = [
@@ -388,7 +388,7 @@ class BlockInTraining:
             return torch.cat([each.flatten() for each in found])
 
         like = torch.cat([each.detach().flatten() for each in leaves])
-        parts = self._ranks.summed(len(shares), gradient, like).split([each.numel() for each in leaves])
+        parts = self._ranks.sum_in_order(len(shares), gradient, like).split([each.numel() for each in leaves])
         torch.autograd.backward(
             made, [part.view(each.shape).to(each.dtype) for part, each in zip(parts, made, strict=True)]
         )
@@ -430,7 +430,7 @@ class BlockInTraining:
                 found.append(torch.cat([alone, rows.sum(0) if size > 3 else alone[:0]]).cpu())
             return torch.cat(found)
 
-        sums = self._ranks.summed(len(batches), parts, torch.zeros(sum(sizes), dtype=torch.float64)).split(sizes)
+        sums = self._ranks.sum_in_order(len(batches), parts, torch.zeros(sum(sizes), dtype=torch.float64)).split(sizes)
         of_name = dict(zip(names, sums, strict=True))
         found = []
         for group, assignment in assigned:
@@ -467,7 +467,7 @@ class BlockInTraining:
             return self._loss(program, batches[number]).double().cpu() * len(batches[number])
 
         like = torch.zeros((), dtype=torch.float64)
-        return float(self._ranks.summed(len(batches), loss, like)) / len(self._judging)
+        return float(self._ranks.sum_in_order(len(batches), loss, like)) / len(self._judging)
 
     def _loss(self, program: Program, numbers: Tensor, drop: float | None = None, mask: Mask | None = None) -> Tensor:
         """Return the mean error of the block's output on some images.

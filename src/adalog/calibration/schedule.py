@@ -193,7 +193,7 @@ def run_searches(
         report(names)
         whole = [first for first, group_names in members.items() if found.keys() >= {*group_names}]
         done = {first: [found[name] for name in members[first]] for first in whole}
-        shared = ranks.shared(
+        shared = ranks.share(
             list(stacks), find, coded=assignments_codec(device), threads=resources.jobs, known=done, finished=finish
         )
         for first, assigned in shared.items():

@@ -76,7 +76,7 @@ class Rounding:
 
     def _scaled(self) -> Quantizer:
         assert self.log_scale is not None
-        return self._quantizer.scaled(self.log_scale.exp())
+        return self._quantizer.rescale(self.log_scale.exp())
 
     def regulariser(self, exponent: float | Tensor) -> Tensor:
         """Return the mean of AdaRound's regulariser over the values."""
@@ -167,7 +167,9 @@ class GroupInTraining:
         if choices.biases or start.bias is not None:
             nodes = {node.name: node for node in quantized.nodes}
             self._now = torch.cat([bias_of(nodes[site.node.name], quantized) for site in group.sites])
-            self._offset = start.left.absorbed()[0] if start.left is not None and absorbs_offset(group.first) else 0.0
+            self._offset = (
+                start.left.absorb_offset()[0] if start.left is not None and absorbs_offset(group.first) else 0.0
+            )
             self._sums = stored.dequantize().reshape(weight.shape).sum(1)
         if choices.biases:
             self._unit = weight.square().sum(1).sqrt()

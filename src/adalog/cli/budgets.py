@@ -35,7 +35,7 @@ class CalibratedModel:
     @property
     def notes(self) -> dict[str, Any]:
         """Fields to add to the provenance of the artifacts."""
-        return {"preprocessing": self.loaded.prepared.to_json()}
+        return {"preprocessing": self.loaded.rgb_preprocessing.to_json()}
 
 
 def subject(spec: str, data: Path | None, config: Config, judged: int, setup: Setup) -> CalibratedModel:
@@ -45,7 +45,7 @@ def subject(spec: str, data: Path | None, config: Config, judged: int, setup: Se
     given = find_judging(spec, data, config.images_needed, judged, setup.seed)
     loaded = load_model(spec, setup.no_pretrained, setup.checkpoint)
     drawn, judging = (
-        (each.load(loaded.prepared, jobs=setup.jobs) if isinstance(each, ImageSet) else each).to(setup.device)
+        (each.load(loaded.rgb_preprocessing, jobs=setup.jobs) if isinstance(each, ImageSet) else each).to(setup.device)
         for each in given
     )
     # `adalog quantize` samples the images of a folder again after loading them. This repeats its order.

@@ -110,13 +110,13 @@ def run(app: Callable[..., Any], command: str, shared: Sequence[str]) -> None:
             code = _end(app, session, ranks)
     except (Exception, Interrupted, KeyboardInterrupt) as error:
         with redirect_stderr(terminal):
-            code = ranks.failed(partial(_explain, error, session.debug))
+            code = ranks.fail(partial(_explain, error, session.debug))
     sys.exit(code)
 
 
 def _ranks(command: str, shared: Sequence[str]) -> Ranks:
     """Return the processes that run this command together; raise ValueError if it does not support several."""
-    world = Ranks.expected()
+    world = Ranks.expected_size()
     if world == 1 or not command:
         return Ranks.of_environment() if command else ALONE
     if command not in shared:
@@ -156,7 +156,7 @@ def _end(app: Callable[..., Any], session: Session, ranks: Ranks) -> int:
     except SystemExit as end:  # typer has explained the wrong arguments, which are the same on all ranks
         code = end.code or 0
     if code:
-        return ranks.failed(lambda: int(code), alike=True)
+        return ranks.fail(lambda: int(code), alike=True)
     ranks.meet()
     return 0
 

@@ -22,7 +22,7 @@ from adalog.inputs import demo, zoo
 from adalog.model import quickest
 from adalog.quantized import QuantizedProgram
 from adalog.report import examine, report
-from adalog.study.drawing import rendered
+from adalog.study.drawing import render
 from adalog.study.evaluate import Score, Share, predict, score
 from adalog.study.levels import HISTOGRAMS, LEVEL_METHODS, histogram_panels, level_figure
 
@@ -153,7 +153,7 @@ def _levels(calibration: Calibration, plans: Sequence[tuple[str, Config]]) -> by
     """Draw the figure of the levels as PNG."""
     compared = _configs_of_figure(plans)
     drawn = level_figure(histogram_panels(calibration, compared), f"Levels at {next(iter(compared.values())).bits}")
-    return rendered(drawn, "png", HISTOGRAMS)
+    return render(drawn, "png", HISTOGRAMS)
 
 
 def _page(path: Path, quantized: QuantizedProgram, executor: str | None, result: Score, full: Score) -> bytes:

@@ -42,7 +42,7 @@ from adalog.cli.targets import source_of
 from adalog.inputs import demo, zoo
 from adalog.inputs.images import find_images
 from adalog.study import sensitivity as study
-from adalog.study.drawing import rendered
+from adalog.study.drawing import render
 from adalog.study.evaluate import PreparedImages, check_classes, predict, score
 from adalog.study.pareto import BUDGETS, Point, check_output, curve, pareto_figure
 
@@ -114,7 +114,7 @@ def command(
             notes=about.notes,
         )
         drawn = pareto_figure(points, found.measure, model)
-        write_file(out, rendered(drawn, out.suffix[1:], f"{model}: loss against bytes and BOPs"))
+        write_file(out, render(drawn, out.suffix[1:], f"{model}: loss against bytes and BOPs"))
     told = {"model": model, "method": method, "measure": found.measure, "images": found.images, "seed": seed}
     emit_json(told | {"points": [dataclasses.asdict(each) for each in points]}, json_out)
     remove_finished(partial)
@@ -136,7 +136,7 @@ def _labels_of(
         raise DataError(
             f"{val} has no labels: make one subfolder per class, or add a CSV file with the columns file,label"
         )
-    prepared, labels = PreparedImages(images, about.loaded.prepared), torch.tensor(images.labels)
+    prepared, labels = PreparedImages(images, about.loaded.rgb_preprocessing), torch.tensor(images.labels)
     # Before the long work, check on one image of the highest class that the model knows all classes.
     last = int(labels.argmax())
     logits = predict(about.loaded.module, prepared(range(last, last + 1)), device=about.judged.device)

@@ -164,7 +164,7 @@ def _quantize(model: str, data: Path | None, config: Config, setup: Setup, parti
     with progress_bar() as progress, quiet():
         watch = site_progress(progress, progress.add_task("capturing", total=1), config.bits, setup.searches)
         if isinstance(given, ImageSet):
-            given = given.sample(config.images_needed, setup.seed).load(loaded.prepared, jobs=setup.jobs)
+            given = given.sample(config.images_needed, setup.seed).load(loaded.rgb_preprocessing, jobs=setup.jobs)
         quantized = adalog.quantize(
             loaded.module.to(setup.device),
             given.to(setup.device),
@@ -177,5 +177,5 @@ def _quantize(model: str, data: Path | None, config: Config, setup: Setup, parti
             partial=partial,
             ranks=setup.ranks,
         ).cpu()
-    quantized.note(preprocessing=loaded.prepared.to_json())
+    quantized.note(preprocessing=loaded.rgb_preprocessing.to_json())
     return quantized

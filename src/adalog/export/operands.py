@@ -45,7 +45,7 @@ class OnnxEncoder(nn.Module):
     def __init__(self, quantizer: Quantizer, name: str):
         super().__init__()
         self.name, self.limits = name, quantizer.limits()
-        parts: list[_UniformPart | _Logarithm | _Ones] = [_UniformPart(*each) for each in quantizer.clamped()]
+        parts: list[_UniformPart | _Logarithm | _Ones] = [_UniformPart(*each) for each in quantizer.clamp_bounds()]
         if isinstance(quantizer, LogQuantizer):
             parts = [_Logarithm(quantizer), *(_Ones() for _ in self.limits[1:])]
         if not parts:

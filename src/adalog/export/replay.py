@@ -17,7 +17,7 @@ from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, present_leaves
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import Quantizer
-from adalog.runtime import compiled
+from adalog.runtime import compile_program
 from adalog.runtime.reference import IntegerSite, plan
 
 OnnxForm = Literal["mixed", "integer", "qdq"]
@@ -89,7 +89,7 @@ class ProgramModule(nn.Module):
             self.steps[_path(site.name)] = self.products[site.name] = made = makers.product(site)
             return made
 
-        self.program, steps = compiled(program, self.sites, lambda site: "whole", encoder, product)
+        self.program, steps = compile_program(program, self.sites, lambda site: "whole", encoder, product)
         self._called: dict[str, Callable[..., Any]] = dict(steps)
         for node in self.program.nodes:
             if node.op in _SIZES:

@@ -57,7 +57,7 @@ class OpCall:
         size = meta.shape[dim]
         return size if isinstance(size, int) else self.emit("aten.sym_size.int", value, dim, part="_size")
 
-    def named(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """Return all arguments by their names in PyTorch, with the defaults of those that are left out."""
         arguments = _operation(self.op)._schema.arguments
         defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
@@ -67,7 +67,7 @@ class OpCall:
 
 def unfold_attention(call: OpCall) -> Ref:
     """Unfold softmax(Q K^T scale + mask) V into separate operations, so that its two products become sites."""
-    values = call.named()
+    values = call.arguments()
     query, key = call.metas[:2]
     shared = query.shape[-3] // key.shape[-3] if values.get("enable_gqa") else 1
     if shared > 1:  # heads that share keys and values
@@ -217,7 +217,7 @@ def _unfold_added(op: str) -> Callable[[OpCall], Ref]:
     """Return a rewrite of `addcmul` or `addcdiv`, value + number * op(one, other), as separate operations."""
 
     def unfold(call: OpCall) -> Ref:
-        values = call.named()
+        values = call.arguments()
         result = call.emit(op, values["tensor1"], values["tensor2"], part="_product")
         if values["value"] != 1:
             result = call.emit("aten.mul.Tensor", result, values["value"], part="_scaled")
@@ -308,7 +308,7 @@ def unfold_windows(call: OpCall) -> Ref:
 def unfold_tensor_split(call: OpCall, dim: int = 0) -> Any:
     """Write `tensor_split` as a split with sizes. dim: the dimension, if the operation does not say it."""
     value, where = call.args[:2]
-    dim = min(call.named().get("dim", dim), call.metas[0].ndim - 1)  # `hsplit` splits the only dimension of a vector
+    dim = min(call.arguments().get("dim", dim), call.metas[0].ndim - 1)  # `hsplit` splits a vector's only dimension
     size = call.metas[0].shape[dim]
     places = where if type(where) is tuple else (where,)
     if not isinstance(size, int) or not all(isinstance(place, int) for place in places):
@@ -326,7 +326,7 @@ def unfold_tensor_split(call: OpCall, dim: int = 0) -> Any:
 
 def unfold_one_hot(call: OpCall) -> Ref | None:
     """Write `one_hot` with a number of classes as a comparison with all of them."""
-    value, classes = call.args[0], call.named()["num_classes"]
+    value, classes = call.args[0], call.arguments()["num_classes"]
     if not isinstance(classes, int) or classes < 0:
         return None
     numbers = call.emit("aten.arange.default", classes, part="_classes")
@@ -336,7 +336,7 @@ def unfold_one_hot(call: OpCall) -> Ref | None:
 
 def unfold_any_or_all(call: OpCall) -> Ref:
     """Write `any` and `all` as a comparison of the number of values that decide, those unlike or like zero, with 0."""
-    values, some = call.named(), call.op.startswith("aten.any.")
+    values, some = call.arguments(), call.op.startswith("aten.any.")
     dims = values.get("dim")
     dims = (dims,) if isinstance(dims, int) else dims or tuple(range(call.metas[0].ndim))
     deciding = call.emit("aten.ne.Scalar" if some else "aten.eq.Scalar", values["self"], 0, part="_deciding")
@@ -346,7 +346,7 @@ def unfold_any_or_all(call: OpCall) -> Ref:
 
 def unfold_bucketize(call: OpCall) -> Ref | None:
     """Write `bucketize` as the number of boundaries that are at most a value, or less than it."""
-    values = call.named()
+    values = call.arguments()
     if values["out_int32"]:
         return None
     column = call.emit("aten.unsqueeze.default", values["self"], -1, part="_column")
@@ -357,7 +357,7 @@ def unfold_bucketize(call: OpCall) -> Ref | None:
 
 def unfold_nan_to_num(call: OpCall) -> Ref | None:
     """Write `nan_to_num` as three masks."""
-    values = call.named()
+    values = call.arguments()
     value, dtype = values["self"], call.metas[0].dtype
     if not dtype.is_floating_point:
         return None
@@ -372,7 +372,7 @@ def unfold_nan_to_num(call: OpCall) -> Ref | None:
 
 def unfold_cosine(call: OpCall) -> Ref:
     """Write a cosine similarity as a sum of products of normalised values."""
-    values, shares = call.named(), []
+    values, shares = call.arguments(), []
     dim = values["dim"]
     dim -= max(meta.ndim for meta in call.metas[:2]) if dim >= 0 else 0  # the operands may have unequally many
     for name in ("x1", "x2"):
@@ -385,7 +385,7 @@ def unfold_cosine(call: OpCall) -> Ref:
 
 def unfold_logsumexp(call: OpCall) -> Ref:
     """Write log(sum(exp(x))) with the largest value subtracted before and added after, unless it is infinite."""
-    values = call.named()
+    values = call.arguments()
     value, dims, keep = values["self"], values["dim"], values["keepdim"]
     dims = dims or tuple(range(call.metas[0].ndim))
     most = call.emit("aten.amax.default", value, dims, True, part="_most")
@@ -434,7 +434,7 @@ def _with_correction(op: str) -> Callable[[OpCall], Ref]:
     """Return a rewrite of a variance or standard deviation that turns `unbiased` into a correction of 1 or 0."""
 
     def respell(call: OpCall) -> Ref:
-        values = call.named()
+        values = call.arguments()
         correction = int(values["unbiased"])
         return call.emit(op, values["self"], values["dim"], correction=correction, keepdim=values["keepdim"])
 
@@ -542,7 +542,7 @@ def share_equal_values(program: Program) -> Program:
     names: dict[str, str] = {}
     nodes = []
     for node in program.nodes:
-        renamed = node.renamed(names)
+        renamed = node.rename(names)
         key = repr((renamed.op, renamed.args, sorted(renamed.kwargs.items())))
         if key in seen:
             names[node.name] = seen[key]
@@ -576,7 +576,7 @@ def choose_by_masks(program: Program) -> Program:
             return replace(node, op="aten.where.self", args=(hidden, y, x))
         return node
 
-    return replace(program, nodes=tuple(map(choose, program.nodes))).pruned()
+    return replace(program, nodes=tuple(map(choose, program.nodes))).prune()
 
 
 def store_parameters(program: Program) -> Program:
@@ -597,7 +597,7 @@ def store_parameters(program: Program) -> Program:
     tensors, nodes = dict(program.tensors), []
     tensors.update((name, computed[value].contiguous()) for value, name in stored.items())
     for node in program.nodes:
-        reading = node.renamed(stored)
+        reading = node.rename(stored)
         if node.op == "aten.matmul.default" and node.args[0].name not in constant:
             right = reading.args[1].name
             if right in tensors and tensors[right].ndim == 2:
@@ -605,7 +605,7 @@ def store_parameters(program: Program) -> Program:
                 reading = replace(reading, op="aten.linear.default", args=(reading.args[0], Ref(f"{right}.transposed")))
         nodes.append(reading)
     output = map_refs(program.output, lambda ref: Ref(stored.get(ref.name, ref.name)))
-    return replace(program, nodes=tuple(nodes), output=output, tensors=tensors).pruned()
+    return replace(program, nodes=tuple(nodes), output=output, tensors=tensors).prune()
 
 
 def _parameters(node: Node) -> list[tuple[str, str]]:
@@ -642,7 +642,7 @@ def store_constants(program: Program) -> Program:
         return values.get(ref.name, ref)
 
     nodes = tuple(node.mapped(instead) for node in program.nodes)
-    return replace(program, nodes=nodes, output=map_refs(program.output, instead), tensors=tensors).pruned()
+    return replace(program, nodes=nodes, output=map_refs(program.output, instead), tensors=tensors).prune()
 
 
 def _constants(program: Program) -> set[str]:
@@ -672,7 +672,7 @@ def _compute(program: Program, constant: Collection[str], names: Collection[str]
     """Compute values that depend on stored tensors and numbers alone, by any operation of PyTorch."""
     making = tuple(node for node in program.nodes if node.name in constant)
     output = {name: Ref(name) for name in names}
-    whole = replace(program, inputs=(), nodes=making, output=output).pruned()
+    whole = replace(program, inputs=(), nodes=making, output=output).prune()
     device = next((value.device for value in program.tensors.values()), None)
     steps: dict[str, Callable[..., Any]] = {}
     for node in whole.nodes:
@@ -740,9 +740,9 @@ def fold_batch_norms(program: Program) -> Program:
         tensors[bias_name] = bias.to(weight.dtype)
         replaced[conv.name] = replace(conv, args=(*conv.args[:2], Ref(bias_name), *conv.args[3:]))
         names[norm.name] = conv.name
-    nodes = tuple(replaced.get(node.name, node).renamed(names) for node in program.nodes if node.name not in names)
+    nodes = tuple(replaced.get(node.name, node).rename(names) for node in program.nodes if node.name not in names)
     output = map_refs(program.output, lambda ref: Ref(names.get(ref.name, ref.name)))
-    return replace(program, nodes=nodes, output=output, tensors=tensors).pruned()
+    return replace(program, nodes=nodes, output=output, tensors=tensors).prune()
 
 
 REWRITES: tuple[Callable[[Program], Program], ...] = (
@@ -759,4 +759,4 @@ def canonical(program: Program) -> Program:
     """Apply all `REWRITES` to a program, and remove the nodes and tensors that no output needs."""
     for rewrite in REWRITES:
         program = rewrite(program)
-    return program.pruned()
+    return program.prune()

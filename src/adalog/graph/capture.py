@@ -178,7 +178,7 @@ def _import(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> Progr
     placeholders = [node for node in export.graph.nodes if node.op == "placeholder"]
     result = importer.walk(export.graph, [standing[node.name] for node in placeholders])
     output = _structure(result, export.call_spec.out_spec)
-    program = canonical(Program(tuple(inputs), tuple(importer.nodes), output, tensors).pruned())
+    program = canonical(Program(tuple(inputs), tuple(importer.nodes), output, tensors).prune())
     _check_operations(model, program, importer.sources)
     _check_weights(model, program)
     given = {ref.name: _meta(node).shape for node in placeholders if isinstance(ref := standing[node.name], Ref)}

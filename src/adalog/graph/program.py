@@ -69,7 +69,7 @@ class Node:
         kwargs = {key: map_refs(value, function) for key, value in self.kwargs.items()}
         return replace(self, args=map_refs(self.args, function), kwargs=kwargs)
 
-    def renamed(self, names: Mapping[str, str]) -> "Node":
+    def rename(self, names: Mapping[str, str]) -> "Node":
         """Return the node with the values that it reads renamed. names: old name -> new name."""
         return self.mapped(lambda ref: Ref(names.get(ref.name, ref.name)))
 
@@ -249,7 +249,7 @@ class Program:
                 readers.setdefault(name, []).append(node)
         return readers
 
-    def unquantized(self) -> "tuple[Program, dict[str, str]]":
+    def unquantize(self) -> "tuple[Program, dict[str, str]]":
         """Return the program without fake-quantize nodes, and the name of the value that each of these nodes read."""
         sources: dict[str, str] = {}
         nodes = []
@@ -258,7 +258,7 @@ class Program:
                 name = node.args[0].name
                 sources[node.name] = sources.get(name, name)
             else:
-                nodes.append(node.renamed(sources))
+                nodes.append(node.rename(sources))
         return replace(self, nodes=tuple(nodes), quantizers={}, weights={}), sources
 
     def float_operations(self) -> dict[str, int]:
@@ -266,7 +266,7 @@ class Program:
         ops = (node.op for node in self.nodes if node.op not in PRODUCTS and node.op not in FLOAT_PRODUCTS)
         return dict(Counter(op.removeprefix("aten.").split(".")[0] for op in ops if op.startswith("aten.")))
 
-    def pruned(self) -> "Program":
+    def prune(self) -> "Program":
         """Return the program without the nodes and tensors that no output needs."""
         needed = set(refs_of(self.output))
         nodes = []

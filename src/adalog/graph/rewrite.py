@@ -95,7 +95,7 @@ def absorbs_offset(site: Site) -> bool:
 
 def _absorb(site: Site, quantizer: Quantizer | None) -> tuple[float, Quantizer | None]:
     """Return the offset that a site's bias absorbs, and the quantizer of its input after that."""
-    return (0.0, quantizer) if quantizer is None or not absorbs_offset(site) else quantizer.absorbed()
+    return (0.0, quantizer) if quantizer is None or not absorbs_offset(site) else quantizer.absorb_offset()
 
 
 def exact_bias(program: Program, group: SiteGroup, assignment: Assignment) -> Tensor:
@@ -257,7 +257,7 @@ class _Build:
         whole = replace(
             self._program, nodes=tuple(nodes), tensors=tensors, quantizers=self._quantizers, weights=self._weights
         )
-        return whole.pruned()
+        return whole.prune()
 
 
 def _quantized_weight(

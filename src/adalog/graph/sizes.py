@@ -74,7 +74,7 @@ def rule_of(
     asked = [guard.expr.xreplace(named) for guard in environment.guards if _is_asked_by_the_model(guard)]
     writer = _SizeWriter(places)
     output = tuple(writer.guard(guard) for guard in _needed_guards([*asked, *relied]))
-    return Program(tuple(inputs), tuple(writer.nodes), output, {}).pruned() if output else None
+    return Program(tuple(inputs), tuple(writer.nodes), output, {}).prune() if output else None
 
 
 def _as_given(size: Any) -> Any:

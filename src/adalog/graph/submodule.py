@@ -51,7 +51,7 @@ class ModuleCall:
             )
         return list(tensors)
 
-    def bound(self, tensors: Sequence[Any]) -> inspect.BoundArguments:
+    def bind(self, tensors: Sequence[Any]) -> inspect.BoundArguments:
         """Return the arguments of a call with these tensors."""
         given = {**dict(zip(self.inputs, tensors, strict=True)), **self.constants}
         arguments = pytree.tree_unflatten([given[name] for name in self.names], self.structure)
@@ -171,7 +171,7 @@ def as_function(model: nn.Module, call: ModuleCall, calls: int) -> nn.Module:
     function, count, is_method = copy.copy(model), len(call.inputs), "forward" not in vars(model)
 
     def forward(module: nn.Module, *tensors: Tensor) -> Any:
-        each = [call.bound(tensors[start : start + count]) for start in range(0, calls * count, count)]
+        each = [call.bind(tensors[start : start + count]) for start in range(0, calls * count, count)]
         outputs = tuple(own(module, *bound.args, **bound.kwargs) for bound in each)
         return outputs if calls > 1 else outputs[0]
 
@@ -213,7 +213,7 @@ def of_first_call(program: Program, inputs: int) -> Program:
     inputs: the number of inputs per call.
     """
     given = program.inputs[:inputs]
-    alone = replace(program, inputs=given, output=program.output[0]).pruned()
+    alone = replace(program, inputs=given, output=program.output[0]).prune()
     named = {node.args[1] for node in alone.nodes if len(node.args) > 1 and isinstance(node.args[1], str)}
     return replace(
         alone,
@@ -231,7 +231,7 @@ def _about(rule: Program, inputs: Sequence[str]) -> Program | None:
         if told.issuperset(node.refs()):
             told.add(node.name)
     output = tuple(ref for ref in rule.output if told.issuperset(refs_of(ref)))
-    return replace(rule, inputs=tuple(inputs), output=output).pruned() if output else None
+    return replace(rule, inputs=tuple(inputs), output=output).prune() if output else None
 
 
 def exchange(model: nn.Module, within: nn.Module, replacement: nn.Module) -> None:

@@ -45,7 +45,7 @@ class LoadedModel:
     name: str
 
     @property
-    def prepared(self) -> Preprocessing:
+    def rgb_preprocessing(self) -> Preprocessing:
         """The preprocessing of the model's images. Raises DataError if it is not known, or if they are not RGB."""
         if _first_channels(self.module) not in (None, 3) and (channels := _other_channels(self)):
             raise DataError(_not_rgb(self.name, channels))

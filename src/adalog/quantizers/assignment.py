@@ -38,9 +38,9 @@ class QuantizedTensor:
         """Apply a function to the quantizer's parameters; the codes stay."""
         return replace(self, quantizer=self.quantizer.map(function))
 
-    def scaled(self, factor: float | Tensor) -> QuantizedTensor:
+    def rescale(self, factor: float | Tensor) -> QuantizedTensor:
         """Multiply the scales by `factor`; the codes stay."""
-        return replace(self, quantizer=self.quantizer.scaled(factor))
+        return replace(self, quantizer=self.quantizer.rescale(factor))
 
     def to(self, device: torch.device) -> QuantizedTensor:
         return QuantizedTensor(self.codes.to(device), self.quantizer.map(lambda value: value.to(device)))

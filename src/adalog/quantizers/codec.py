@@ -90,20 +90,20 @@ def decode_weight(name: str, kind: Any, stored: Mapping[str, Tensor], bits: int,
         raise ArtifactError(
             f"the tensors and the header do not match: only one of them names {missing.args[0]}/{name}"
         ) from missing
-    odd = sorted(stored.keys() - quantizer.stored().keys() - {"codes"})
+    odd = sorted(stored.keys() - quantizer.stored_parameters().keys() - {"codes"})
     if odd:
         raise ArtifactError(f"the tensors and the header do not match: only one of them names {odd[0]}/{name}")
     lead = (-1, *(1 for _ in shape[1:]))
-    return checked_weight(name, QuantizedTensor(codes, quantizer.map(lambda value: value.reshape(lead))))
+    return check_weight(name, QuantizedTensor(codes, quantizer.map(lambda value: value.reshape(lead))))
 
 
-def checked_weight(name: str, weight: QuantizedTensor) -> QuantizedTensor:
+def check_weight(name: str, weight: QuantizedTensor) -> QuantizedTensor:
     """Return the weight unchanged if it is valid.
 
     Raises ArtifactError if weights cannot have this kind of quantizer, or if a code is too large for the quantizer.
     """
     quantizer = weight.quantizer
-    type(quantizer).of_stored(name, quantizer.stored(), quantizer.bits)
+    type(quantizer).of_stored(name, quantizer.stored_parameters(), quantizer.bits)
     most = int(weight.codes.max()) if weight.codes.numel() else 0
     if most >= quantizer.code_count:
         raise ArtifactError(
@@ -118,13 +118,13 @@ def kind_of(what: str, kind: Any) -> type[Quantizer]:
     what: the thing that has this kind, for messages.
     Raises ArtifactError if no class has this name.
     """
-    found = [each for each in _derived(Quantizer) if getattr(each, "kind", None) == kind]
+    found = [each for each in _subclasses(Quantizer) if getattr(each, "kind", None) == kind]
     if kind is None or not found:
         raise ArtifactError(f"{what} is of the unknown kind {kind!r}")
     return found[-1]
 
 
-def _derived(base: type[Any]) -> Iterator[type[Quantizer]]:
+def _subclasses(base: type[Any]) -> Iterator[type[Quantizer]]:
     for each in base.__subclasses__():
         yield each
-        yield from _derived(each)
+        yield from _subclasses(each)

@@ -53,7 +53,7 @@ def _functions() -> dict[str, Callable[..., None]]:
     return functions
 
 
-def compiled(name: str, *values: Tensor, dtype: torch.dtype = torch.float32) -> Callable[..., None] | None:
+def c_function(name: str, *values: Tensor, dtype: torch.dtype = torch.float32) -> Callable[..., None] | None:
     """Return the library's function of this name, or None if it cannot take these values.
 
     It takes tensors of one dtype in CPU memory, but not the placeholders that PyTorch uses while it traces or maps a
@@ -83,13 +83,13 @@ def sizes_around(shape: Sequence[int], own_dims: Sequence[int]) -> tuple[int, in
     return math.prod(shape[:first]), math.prod(shape[first:end]), math.prod(shape[end:])
 
 
-def _taken(name: str, x: Tensor, *parameters: Tensor) -> tuple[Callable[..., None], tuple[int, int, int]] | None:
+def _call_for(name: str, x: Tensor, *parameters: Tensor) -> tuple[Callable[..., None], tuple[int, int, int]] | None:
     """Return the library's function and the sizes for parameters that broadcast against x, or None if there is none.
 
     All parameters must have the same shape. x must be contiguous, unless one parameter serves all values: then x may
     have any layout without gaps.
     """
-    call, sizes = compiled(name, x, *parameters), _sizes_for(x, parameters)
+    call, sizes = c_function(name, x, *parameters), _sizes_for(x, parameters)
     return None if call is None or sizes is None else (call, sizes)
 
 
@@ -116,7 +116,7 @@ def nearest_uniform(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> 
         result = torch.empty_like(x)
         module.nearest_uniform(x, scale.contiguous(), zero_point.contiguous(), 2**bits - 1, sizes, result)
         return result
-    taken = _taken("nearest_uniform", x, scale, zero_point)
+    taken = _call_for("nearest_uniform", x, scale, zero_point)
     if taken is None:
         return None
     (call, sizes), result = taken, torch.empty_like(x)
@@ -141,7 +141,7 @@ def nearest_log(
         result = torch.empty_like(x, memory_format=torch.contiguous_format)
         module.nearest_log(x.contiguous(), offset, scale, span, places, *tables, result)
         return result
-    taken = _taken("nearest_log", x, scale) if scale.numel() == 1 and compiled("nearest_log", *tables) else None
+    taken = _call_for("nearest_log", x, scale) if scale.numel() == 1 and c_function("nearest_log", *tables) else None
     if taken is None:
         return None
     x = x.contiguous()
@@ -160,7 +160,7 @@ def straight_through(
 
     mixed: c is x wherever hat equals x + above.
     """
-    taken = _taken("straight_through", x, *trained) if compiled("straight_through", gradient, hat) else None
+    taken = _call_for("straight_through", x, *trained) if c_function("straight_through", gradient, hat) else None
     if taken is None or torch.is_grad_enabled():
         return None
     low, high, step = trained
@@ -201,7 +201,7 @@ def codes_in_turn(
         with torch.cuda.device(left.device):
             module.launch_codes_in_turn(*blocks, *parameters, 2**bits - 1, codes[:, span], moved)
         return moved
-    call = compiled("codes_in_turn", *wholes, form, dtype=torch.float64)
+    call = c_function("codes_in_turn", *wholes, form, dtype=torch.float64)
     if call is None:
         return None
     given = [None if block is None else block.data_ptr() for block in (*blocks, *parameters)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adalog.quantizers.fused import shaped_against
-from adalog.quantizers.quantiles import positive_quantile, thinned, thinned_quantiles
+from adalog.quantizers.quantiles import positive_quantile, thin, thinned_quantiles
 from adalog.quantizers.quantizer import FLOAT_BITS, Quantizer
 
 Errors = Callable[[Tensor, torch.dtype], Tensor]  # points (k, P, *groups), a dtype -> quantized minus exact, rounded
@@ -108,7 +108,7 @@ class Format:
         levels = quantizer.dequantize(torch.arange(quantizer.code_count, device=points.device))
         return levels, (levels[..., 1:] + levels[..., :-1]) / 2
 
-    def settled(self, points: Tensor) -> Tensor:
+    def snap(self, points: Tensor) -> Tensor:
         """Return points (K, P, *groups) with the same quantizers, which are equal if their quantizers are."""
         return points
 
@@ -156,7 +156,7 @@ class LargestLevelFormat(Format):
 
 def positive_box(groups: Tensor, lift: float, stack: int) -> tuple[Tensor, Tensor]:
     """Return the percentiles 0.9 and 1 of the positive values of (G, T) plus the lift, (1, G) each; 1 without any."""
-    low, positive = positive_quantile(thinned(groups, stack) + lift, 0.9)
+    low, positive = positive_quantile(thin(groups, stack) + lift, 0.9)
     high = torch.where(positive, groups.amax(dim=1) + lift, 1.0)
     low = torch.where(positive, low, 1.0)
     return torch.minimum(low, high * 0.5)[None], high[None]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from adalog.device import waits_for_launches
-from adalog.quantizers.elementwise import KINDS, MOST_ELEMENTS, compiled, kernels, sizes_around
+from adalog.quantizers.elementwise import KINDS, MOST_ELEMENTS, c_function, kernels, sizes_around
 
 # Sums of fewer values than this are left to PyTorch on CUDA devices.
 _LEAST_SUMMED = 16
@@ -25,7 +25,7 @@ _LEAST_SUMMED = 16
 
 def _function(name: str, dtype: torch.dtype, *values: Tensor) -> Callable[..., None] | None:
     """Return the library's function for these values and this dtype of results, or None if it does not take them."""
-    return compiled(f"{name}_{KINDS.get(dtype)}", *values)
+    return c_function(f"{name}_{KINDS.get(dtype)}", *values)
 
 
 def _kernels(count: int, dtype: torch.dtype, *values: Tensor) -> Any:

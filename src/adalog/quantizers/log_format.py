@@ -145,7 +145,7 @@ class LogFormat(Format):
         )
         return levels, cuts
 
-    def settled(self, points: Tensor) -> Tensor:
+    def snap(self, points: Tensor) -> Tensor:
         """Round log2 q to that of a whole q."""
         if self.q:
             return points

@@ -324,10 +324,10 @@ class LogQuantizer(Quantizer):
 
     def quantize(self, x: Tensor) -> Tensor:
         return log_quantize(
-            self._lifted(x), self.scale, self.q, self.r, self.bits, rounding=self.rounding, **self._choices
+            self._lift(x), self.scale, self.q, self.r, self.bits, rounding=self.rounding, **self._choices
         )
 
-    def _lifted(self, x: Tensor) -> Tensor:
+    def _lift(self, x: Tensor) -> Tensor:
         x = at_least_float32(x)
         return x + self.offset if self.offset else x
 
@@ -358,7 +358,7 @@ class LogQuantizer(Quantizer):
         """Return `_nearest` in operations that `torch.compile` can trace, once `tables` was called."""
         ascending, levels = self._tables
         if self.rounding == "nearest":
-            ratio = (self._lifted(x) / self.scale).nan_to_num(nan=0.0)
+            ratio = (self._lift(x) / self.scale).nan_to_num(nan=0.0)
             code = len(ascending) - torch.searchsorted(ascending.to(ratio.dtype), ratio, out_int32=True)
         else:
             code = self.quantize(x).to(torch.int32)
@@ -381,7 +381,7 @@ class LogQuantizer(Quantizer):
         return by_slices(lambda some: self.dequantize(self.quantize(some)).to(x.dtype), flat).view(x.shape)
 
     def _places(self, x: Tensor, bins: Bins) -> Tensor:
-        return _places((self._lifted(x) / self.scale).reshape(-1), bins)
+        return _places((self._lift(x) / self.scale).reshape(-1), bins)
 
     def steps(self) -> tuple[Tensor, Tensor]:
         """Return the levels and the thresholds between them at scale 1, ascending: float64, on the CPU."""
@@ -412,14 +412,14 @@ class LogQuantizer(Quantizer):
     def title(self) -> str:
         return f"log, base 2^({self.q}/{self.r})"
 
-    def absorbed(self) -> "tuple[float, LogQuantizer]":
+    def absorb_offset(self) -> "tuple[float, LogQuantizer]":
         return self.offset, replace(self, keeps_offset=True) if self.offset else self
 
     @property
     def kept_offset(self) -> float:
         return self.offset if self.keeps_offset else 0.0
 
-    def unabsorbed(self) -> "LogQuantizer":
+    def restore_offset(self) -> "LogQuantizer":
         return replace(self, keeps_offset=False)
 
     def describe(self, count: int = 0) -> str:

@@ -22,7 +22,7 @@ def coprime(stride: int, size: int) -> int:
     return stride
 
 
-def thinned(sample: Tensor, stack: int = 1) -> Tensor:
+def thin(sample: Tensor, stack: int = 1) -> Tensor:
     """Return about SORTED_ELEMENTS evenly spaced values of a sample (G, T); a smaller sample stays whole.
 
     stack: the number of samples that follow one another in the rows. Each of them is thinned as if it were alone.
@@ -42,11 +42,11 @@ def ascending(rows: Tensor) -> Tensor:
 def thinned_quantiles(sample: Tensor, fractions: Sequence[float], stack: int = 1) -> list[Tensor]:
     """Return quantiles per row of (G, T), by linear interpolation: (G,) per fraction.
 
-    The least and the largest value are exact. The other quantiles are computed on the thinned sample (`thinned`).
+    The least and the largest value are exact. The other quantiles are computed on the thinned sample (`thin`).
 
-    stack: as in `thinned`.
+    stack: as in `thin`.
     """
-    inner = iter(_of_sorted(ascending(thinned(sample, stack)), [each for each in fractions if 0 < each < 1]))
+    inner = iter(_of_sorted(ascending(thin(sample, stack)), [each for each in fractions if 0 < each < 1]))
     return [sample.amin(dim=1) if each <= 0 else sample.amax(dim=1) if each >= 1 else next(inner) for each in fractions]
 
 

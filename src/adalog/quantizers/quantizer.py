@@ -243,7 +243,7 @@ class Quantizer(ABC):
         The values are in the domain of x: an offset that a bias has absorbed is subtracted.
         """
         code = torch.arange(self.code_count, dtype=torch.float32, device=self.scale.device)
-        return self.unabsorbed().map(lambda value: value.reshape(-1, 1)).dequantize(code).unique().cpu()
+        return self.restore_offset().map(lambda value: value.reshape(-1, 1)).dequantize(code).unique().cpu()
 
     @property
     def lift(self) -> float:
@@ -262,14 +262,14 @@ class Quantizer(ABC):
         changed = {name: function(value) for name, value in self.parameters().items()}
         return replace(self, **changed)  # type: ignore[type-var]
 
-    def scaled(self: Same, factor: float | Tensor) -> Same:
+    def rescale(self: Same, factor: float | Tensor) -> Same:
         """Multiply the scales by `factor`, which is one number or one factor per scale."""
         return replace(self, scale=self.scale * factor)  # type: ignore[type-var]
 
     @property
     def nbytes(self) -> int:
         """The size of the parameters as an artifact stores them [bytes]."""
-        return sum(value.nbytes for value in self.stored().values())
+        return sum(value.nbytes for value in self.stored_parameters().values())
 
     @classmethod
     def reaching(cls: type[Same], upper: Tensor, bits: int) -> Same:
@@ -280,7 +280,7 @@ class Quantizer(ABC):
         """
         raise ValueError(f"the largest level alone does not determine a quantizer of the kind {cls.kind}")
 
-    def absorbed(self: Same) -> tuple[float, Same]:
+    def absorb_offset(self: Same) -> tuple[float, Same]:
         """Return the offset that a consumer's bias can absorb (Eq. 15), or 0, and the quantizer after that."""
         return 0.0, self
 
@@ -289,7 +289,7 @@ class Quantizer(ABC):
         """The number by which dequantized values exceed x, because a bias has absorbed the offset."""
         return 0.0
 
-    def unabsorbed(self: Same) -> Same:
+    def restore_offset(self: Same) -> Same:
         """Return the quantizer that dequantizes to the domain of x, even if a bias has absorbed the offset."""
         return self
 
@@ -340,7 +340,7 @@ class Quantizer(ABC):
     def limits(self) -> list[tuple[int, int]]:
         """Return the least and the largest integer of each part, over all codes."""
 
-    def clamped(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def clamp_bounds(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return (unit, low, high) of each part if its integers are x / unit, rounded and clamped, else nothing."""
         return []
 
@@ -389,13 +389,13 @@ class Quantizer(ABC):
         Raises ArtifactError if the fields are not valid for this kind.
         """
 
-    def stored(self) -> dict[str, Tensor]:
+    def stored_parameters(self) -> dict[str, Tensor]:
         """Return a weight's parameters as an artifact's tensors, by name: (n,) each, for n scales."""
         return {name: value.reshape(-1).contiguous() for name, value in self.parameters().items()}
 
     @classmethod
     def of_stored(cls: type[Same], name: str, stored: Mapping[str, Tensor], bits: int) -> Same:
-        """Return the quantizer of a weight whose tensors `stored` returned.
+        """Return the quantizer of a weight whose tensors `stored_parameters` returned.
 
         name: the weight's name, for messages.
         stored: its `scale` is already checked: floating-point, positive and finite.

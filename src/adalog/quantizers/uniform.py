@@ -145,7 +145,7 @@ class UniformQuantizer(Quantizer):
     def limits(self) -> list[tuple[int, int]]:
         return [(-int(self.zero_point.max()), 2**self.bits - 1 - int(self.zero_point.min()))]
 
-    def clamped(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def clamp_bounds(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         low = -self.zero_point
         return [(self.scale, low, low + (2**self.bits - 1))]
 
@@ -154,8 +154,8 @@ class UniformQuantizer(Quantizer):
         zero_point = [int(value) for value in self.zero_point.reshape(-1)]
         return {"kind": self.kind, **self._common_fields(), "zero_point": zero_point}
 
-    def stored(self) -> dict[str, Tensor]:
-        stored = super().stored()
+    def stored_parameters(self) -> dict[str, Tensor]:
+        stored = super().stored_parameters()
         return stored | {"zero_point": stored["zero_point"].to(torch.uint8)}
 
     @classmethod

@@ -82,12 +82,12 @@ def report(
         for title, score in (("this file", evaluation), ("full precision", (evaluation or {}).get("full_precision")))
         if score and score.get("top1")
     ]
-    return _rendered(
+    return _render(
         "report.html",
         title=subject.name,
-        files=[_told(subject, sensitivity, rows)],
+        files=[_facts_of(subject, sensitivity, rows)],
         picture=model_picture(subject.sites, bands, subject.name, "site-"),
-        columns=_shown(_COLUMNS, sensitivity),
+        columns=_visible_columns(_COLUMNS, sensitivity),
         rows=rows,
         details=[
             {
@@ -114,24 +114,24 @@ def comparison(first: ReportData, second: ReportData, *, sensitivity: Losses | N
     by_name: list[dict[str, dict[str, Any]]] = [{row["site"]: row for row in rows} for rows in both]
     sites = {site.row.site: site for subject in (second, first) for site in subject.sites}
     names = list(dict.fromkeys([*by_name[0], *by_name[1]]))
-    rows = [_compared(number, *(each.get(name, {}) for each in by_name)) for number, name in enumerate(names)]
+    rows = [_compare(number, *(each.get(name, {}) for each in by_name)) for number, name in enumerate(names)]
     bands = [[Band.sqnr(row["sqnr"], "SQNR of A"), Band.sqnr(row["sqnr_b"], "SQNR of B")] for row in rows]
-    told = [_told(subject, sensitivity, given) for subject, given in zip(subjects, both, strict=True)]
+    told = [_facts_of(subject, sensitivity, given) for subject, given in zip(subjects, both, strict=True)]
     configs = [each["config"] for each in told]
     chosen = {key: [config.get(key, "–") for config in configs] for key in dict.fromkeys([*configs[0], *configs[1]])}
-    return _rendered(
+    return _render(
         "compare.html",
         title=f"{first.name} and {second.name}",
         files=told,
         picture=model_picture([sites[name] for name in names], bands, "both files", "row-"),
-        columns=_shown(_COMPARED, sensitivity),
+        columns=_visible_columns(_COMPARED, sensitivity),
         rows=rows,
         choices={key: values for key, values in chosen.items() if values[0] != values[1]},
         sensitivity=sensitivity,
     )
 
 
-def _compared(number: int, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+def _compare(number: int, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     """Join the rows of a site in both files into one row of the page's JSON; a missing row is empty."""
     row = {**(a or b), "number": number + 1}
     for key in ("bits", "sqnr", "loss", "bytes"):
@@ -143,7 +143,9 @@ def _compared(number: int, a: dict[str, Any], b: dict[str, Any]) -> dict[str, An
     return row | {"differs": told[0] != told[1]}
 
 
-def _shown(columns: Sequence[tuple[str, str, bool]], sensitivity: Losses | None) -> list[tuple[str, str, bool]]:
+def _visible_columns(
+    columns: Sequence[tuple[str, str, bool]], sensitivity: Losses | None
+) -> list[tuple[str, str, bool]]:
     return [column for column in columns if sensitivity is not None or not column[0].startswith("loss")]
 
 
@@ -163,7 +165,7 @@ def _rows(subject: ReportData, sensitivity: Losses | None) -> list[dict[str, Any
     ]
 
 
-def _told(subject: ReportData, sensitivity: Losses | None, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _facts_of(subject: ReportData, sensitivity: Losses | None, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the values about a file that both pages show."""
     quantized, described = subject.quantized, artifact.describe(subject.quantized)
     known = [row for row in rows if row["sqnr"] is not None]
@@ -266,7 +268,7 @@ def _command(subject: ReportData) -> str | None:
     return shlex.join([*words, "-o", subject.name])
 
 
-def _rendered(template: str, **values: Any) -> bytes:
+def _render(template: str, **values: Any) -> bytes:
     """Return a page with its own style and script; its policy forbids other scripts and any download."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 

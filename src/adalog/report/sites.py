@@ -175,7 +175,7 @@ def examine(
     Raises ProgramError or ValueError if the program cannot run on the images, and ArtifactError for a program that
     `adalog quantize` would not make.
     """
-    seen = {} if images is None else _observed(quantized, images, progress)
+    seen = {} if images is None else _observe(quantized, images, progress)
     try:
         spent = cost(quantized.program, quantized.example)
         sites = _facts(quantized, spent, seen)
@@ -192,7 +192,7 @@ def _facts(quantized: QuantizedProgram, spent: Cost, seen: Mapping[str, ValueHis
     seen: values by the name of the quantizer.
     """
     program = quantized.program
-    plain, _ = program.unquantized()
+    plain, _ = program.unquantize()
     blocks = {name: number for number, block in enumerate(find_blocks(plain)) for name in block.nodes}
     costs: dict[str, list[CostRow]] = {}
     for row in spent.products:
@@ -227,7 +227,7 @@ def _ledger_name(name: str) -> str:
     return base.removesuffix(".weight") if copied else name
 
 
-def _observed(
+def _observe(
     quantized: QuantizedProgram, images: Tensor, progress: Callable[[int], None] | None
 ) -> dict[str, ValueHistogram]:
     """Return the values that each quantizer of the program reads, by its name."""

@@ -76,7 +76,7 @@ class Compiled(nn.Module):
         self._lock = threading.Lock()
         self._wanted = False
         self.eval()
-        self._made()
+        self._prepare_plans()
         if batch is not None:
             self.prepare(batch)
 
@@ -88,9 +88,9 @@ class Compiled(nn.Module):
         in the last bit.
         """
         self._wanted = True
-        self._made()
+        self._prepare_plans()
 
-    def _made(self) -> None:
+    def _prepare_plans(self) -> None:
         try:
             self._plan()
         except AdalogError:
@@ -107,7 +107,7 @@ class Compiled(nn.Module):
             makers = native.encoder_key, native.encoder, functools.partial(native.product, context=self._context)
         elif self.executor == "torch":
             makers = integer.DigitEncoder.key, integer.DigitEncoder, integer.product
-        self._apart = compiled(self.quantized.program, planned, *makers)
+        self._apart = compile_program(self.quantized.program, planned, *makers)
         self._fused = integer.fuse(*self._apart) if self.executor == "torch" else self._apart
         on_cpu = all(value.device.type == "cpu" for value in self.quantized.program.tensors.values())
         self._regions = regions.fuse(*self._apart) if self._wanted and self.executor == "torch" and on_cpu else None
@@ -225,15 +225,15 @@ class Compiled(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         try:
             self.quantized = before.map_tensors(fn)
-            self._made()
+            self._prepare_plans()
         except Exception:
             self.quantized = before
-            self._made()
+            self._prepare_plans()
             raise
         return self
 
 
-def compiled(
+def compile_program(
     program: Program,
     planned: Sequence[IntegerSite],
     key: Callable[[IntegerSite], str],
@@ -251,7 +251,7 @@ def compiled(
     steps: dict[str, Any] = {}
     nodes: list[Node] = []
 
-    def encoded(arg: Ref, quantizer: Quantizer, site: IntegerSite) -> Ref:
+    def encode(arg: Ref, quantizer: Quantizer, site: IntegerSite) -> Ref:
         fake = fakes[arg.name]
         name = f"{fake.name}#{key(site)}"
         if name not in steps:
@@ -265,9 +265,9 @@ def compiled(
             nodes.append(node)
             continue
         left, right, *rest = node.args
-        left = encoded(left, site.left, site)
-        right = encoded(right, site.right, site) if site.weight is None else None
+        left = encode(left, site.left, site)
+        right = encode(right, site.right, site) if site.weight is None else None
         bias = rest[0] if rest and site.weight is not None else None
         steps[node.name] = product(site)
         nodes.append(Node(node.name, PRODUCT, (left, right, bias), scope=node.scope))
-    return replace(program, nodes=tuple(nodes)).pruned(), steps
+    return replace(program, nodes=tuple(nodes)).prune(), steps

@@ -106,7 +106,7 @@ def plan(program: Program, example: tuple[Tensor, ...]) -> list[IntegerSite]:
     (logarithmic codes without a table, split codes, scales that differ within one sum), or whose sums may not fit in 64
     bits.
     """
-    plain, _ = program.unquantized()
+    plain, _ = program.unquantize()
     names = {call.node.name: call.name for site in find_sites(plain) for call in site.calls}
     fakes = {node.name: node for node in program.nodes if node.op == FAKE_QUANTIZE}
     operands = {name for node in program.nodes if node.op in PRODUCTS for name in node.refs()}
@@ -142,7 +142,7 @@ def _site(
     least: int,
 ) -> IntegerSite:
     """Create the site of a product. least: the fewest terms to allow for, because its sums may grow with the image."""
-    left, right = (_checked(name, quantizer) for quantizer in operands)
+    left, right = (_quantizer_of(name, quantizer) for quantizer in operands)
     geometry = None
     if weight is None:
         flat = min(map(len, shapes)) < 2
@@ -165,7 +165,7 @@ def _site(
     return IntegerSite(name, node, left, right, weight, terms, scales, bounds, geometry)
 
 
-def _checked(name: str, quantizer: Quantizer) -> Quantizer:
+def _quantizer_of(name: str, quantizer: Quantizer) -> Quantizer:
     """Return the quantizer of a site. Raises ArtifactError if its codes do not represent integers."""
     if quantizer.why_no_integers:
         raise ArtifactError(f"site {name} {quantizer.why_no_integers}")

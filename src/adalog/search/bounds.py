@@ -30,7 +30,7 @@ from adalog.search.strategies import (
     first_least,
     fpcs,
     grid_spacing,
-    rescaled,
+    rescale,
     walk,
 )
 
@@ -147,10 +147,10 @@ class Search(AnySearch):
         second = None if start is None else product.right.point_of(start.right)
         if (first is None) != product.left.is_float or (second is None) != product.right.is_float:
             start = None  # its bits or kinds of quantizers differ from the formats of the operands
-        found = self._assigned(product, *self._points(product.left, product.right, first, second))
+        found = self._assign(product, *self._points(product.left, product.right, first, second))
         if start is None:
             return found
-        given = product.assigned(start.left, start.right)
+        given = product.assign(start.left, start.right)
         return found if found.sqnr > given.sqnr else given
 
     def search_together(self, products: Sequence[Product]) -> list[Assignment]:
@@ -161,13 +161,13 @@ class Search(AnySearch):
         lefts, rights = (
             [None] * len(products) if points is None else points.unbind(1) for points in self._points(left, right)
         )
-        return list(map(self._assigned, products, lefts, rights))
+        return list(map(self._assign, products, lefts, rights))
 
-    def _assigned(self, product: Product, first: Tensor | None, second: Tensor | None) -> Assignment:
+    def _assign(self, product: Product, first: Tensor | None, second: Tensor | None) -> Assignment:
         x_side, w_side = product.left.quantizer(first), product.right.quantizer(second)
         if self.refit and product.right.has_own_rows and isinstance(w_side, Quantizer):
-            return product.assigned_refitted(x_side, w_side)
-        return product.assigned(x_side, w_side)
+            return product.assign_refitted(x_side, w_side)
+        return product.assign(x_side, w_side)
 
     def _points(
         self, left: Operand, right: Operand, first: Tensor | None = None, second: Tensor | None = None
@@ -185,11 +185,11 @@ class Search(AnySearch):
         many = self.rough_rows > 0 and rows > max(self.rough_rows, 2 * columns)
         if first is None and not left.is_float:
             first = search_own(left, self)
-        left_hat, right_hat = left.quantized_at(first), right.values
+        left_hat, right_hat = left.fake_quantize_at(first), right.values
         error = left.values.new_full([left.stack_size] * left.stacked, math.inf, dtype=torch.float64)
         if not right.is_float:
             second, error = _search_operand(right, left.values, left_hat, self, second)
-            right_hat = right.quantized_at(second)
+            right_hat = right.fake_quantize_at(second)
         going = torch.ones_like(error, dtype=torch.bool)
         for index in range(self.rounds):
             before, moved = error, torch.zeros_like(going)
@@ -197,11 +197,11 @@ class Search(AnySearch):
                 found, least = _search_operand(left, right.values, right_hat, self, first, nearby=many and index > 0)
                 moved = going & (found != first).movedim(0, -1).reshape(*going.shape, -1).any(-1)
                 first, error = _where(going, found, first), torch.where(going, least, error)
-                left_hat = left.quantized_at(first)
+                left_hat = left.fake_quantize_at(first)
             if second is not None and bool(moved.any()):
                 found, least = _search_operand(right, left.values, left_hat, self, second, nearby=many)
                 second, error = _where(moved, found, second), torch.where(moved, least, error)
-                right_hat = right.quantized_at(second)
+                right_hat = right.fake_quantize_at(second)
             going = going & ~(error > before * (1 - _LEAST_GAIN))
             if index + 1 < self.rounds and not bool(going.any()):
                 break
@@ -268,7 +268,7 @@ def minimise(
         point, _ = fpcs(
             loss, low, high, init=init, parents=count, children=_CHILDREN, steps=steps, incumbent=incumbent, rough=rough
         )
-    return rescaled(loss, point, operand.format.scales, rough=rough)[0] if search.rough_rows else point
+    return rescale(loss, point, operand.format.scales, rough=rough)[0] if search.rough_rows else point
 
 
 def search_own(operand: Operand, search: Search) -> Tensor:
@@ -280,7 +280,7 @@ def search_own(operand: Operand, search: Search) -> Tensor:
         levels, cuts = (each.reshape(count, -1, each.shape[-1]) for each in operand.format.steps(points))
         return own.loss(levels, cuts).view(count, *groups)
 
-    return minimise(once(loss, operand.format.settled), operand, replace(search, strategy="fpcs"))
+    return minimise(once(loss, operand.format.snap), operand, replace(search, strategy="fpcs"))
 
 
 def uniform_is_closer(operands: Sequence[Operand], found: Sequence[Quantizer], search: Search) -> list[bool]:
@@ -301,7 +301,7 @@ def uniform_is_closer(operands: Sequence[Operand], found: Sequence[Quantizer], s
     points = search_own(Operand.stack(samples), search).unbind(1)
 
     def error(sample: Operand, quantizer: Quantizer | None) -> Tensor:
-        return (sample.quantized(quantizer) - sample.values).square().sum()
+        return (sample.fake_quantize(quantizer) - sample.values).square().sum()
 
     uniform = [error(sample, sample.quantizer(point)) for sample, point in zip(samples, points, strict=True)]
     errors = [error(sample, quantizer) for sample, quantizer in zip(samples, found, strict=True)]
@@ -339,8 +339,8 @@ def _search_operand(
         rows = slice(start, start := start + piece.left.shape[-2])
         known = incumbent if incumbent is None or piece is error else incumbent[..., rows]
         some, form = replace(operand, values=piece.left), operand.format
-        cheaper = None if rough is fair else rougher.loss_once(form.errors, form.settled)
-        best = minimise(fairer.loss_once(form.errors, form.settled), some, search, known, cheaper, nearby=nearby)
+        cheaper = None if rough is fair else rougher.loss_once(form.errors, form.snap)
+        best = minimise(fairer.loss_once(form.errors, form.snap), some, search, known, cheaper, nearby=nearby)
         best, least = _better(piece, some, best, known)
         found.append(best)
         totals.append(least)
@@ -372,7 +372,7 @@ def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tens
     """
 
     def exact(point: Tensor) -> Tensor:
-        return error.loss(lambda points: operand.quantized_at(points[0])[None], point[None])[0]
+        return error.loss(lambda points: operand.fake_quantize_at(points[0])[None], point[None])[0]
 
     def total(losses: Tensor) -> Tensor:
         return losses.reshape(*losses.shape[: operand.stacked], -1).sum(-1).double()

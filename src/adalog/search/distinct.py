@@ -55,15 +55,15 @@ class DistinctCandidates:
 
 
 def once(loss: Callable[[Tensor], Tensor], settled: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a function with the same losses that scores candidates only once if they are equal after `settled`.
+    """Return a function with the same losses that scores candidates only once if they are equal after `snap`.
 
     On an accelerator, which would have to wait for the number of distinct candidates, all are scored.
     """
 
-    def scored(points: Tensor) -> Tensor:
+    def score(points: Tensor) -> Tensor:
         if waits_for_launches(points.device):
             return loss(settled(points))
         found = DistinctCandidates.of(settled(points))
         return found.to_all(loss(found.points))
 
-    return scored
+    return score

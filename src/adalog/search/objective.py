@@ -19,7 +19,7 @@ from torch import Tensor
 from adalog.device import chunk_elements, waits_for_launches
 from adalog.quantizers import Errors, at_least_float32
 from adalog.quantizers.elementwise import kernels
-from adalog.quantizers.quantiles import ascending, thinned
+from adalog.quantizers.quantiles import ascending, thin
 from adalog.search.distinct import DistinctCandidates
 from adalog.search.forms import Change, ExactForm, Form, GramForm, LeadingForm, Sample, gains_from_bfloat16, same
 
@@ -100,9 +100,9 @@ class ProductError:
                 return replace(self, form=self.form.columns(stride))
             return self
         stride = self.left[..., 0].numel() // groups // (times * max(rows, _ROUGH_ELEMENTS // self.left.shape[-1]))
-        if stride < 2 or self.left.ndim - 2 not in self._summed:
+        if stride < 2 or self.left.ndim - 2 not in self._summed_dims:
             return self
-        some = Sample.every(stride, self.left, self._summed)
+        some = Sample.every(stride, self.left, self._summed_dims)
         return self._part(some.of_rows, some.of_matrices)
 
     def leading(self) -> "ProductError":
@@ -122,9 +122,9 @@ class ProductError:
     def splits(self) -> "list[ProductError]":
         """Split a large operand along the first dimension that is summed over; the errors of the slices add up."""
         count = -(-self.left.numel() // (2 * chunk_elements(self.left.device)))
-        if count == 1 or not self._summed:
+        if count == 1 or not self._summed_dims:
             return [self]
-        dim = self._summed[0]
+        dim = self._summed_dims[0]
         size = -(-self.left.shape[dim] // count)
         shared = dim >= self.left.ndim - 2  # slices of a product's rows share the factor
 
@@ -177,7 +177,7 @@ class ProductError:
     ) -> Callable[[Tensor], Tensor]:
         """Return a function with the same result as `loss_by` that scores candidates of a group once if they are equal.
 
-        Candidates are compared after `settled`. Rows of a weight with similar numbers of distinct candidates are scored
+        Candidates are compared after `snap`. Rows of a weight with similar numbers of distinct candidates are scored
         together. On an accelerator, which would have to wait for the numbers of distinct candidates, all are scored.
         """
         whole = self.loss_by(errors)
@@ -208,7 +208,7 @@ class ProductError:
         return self._of_weight and self.own_dims == tuple(range(self.left.ndim - 1)) and self.mask is None
 
     @property
-    def _summed(self) -> list[int]:
+    def _summed_dims(self) -> list[int]:
         """The dimensions of the operand, except its columns, that losses are summed over."""
         return [dim for dim in range(self.left.ndim - 1) if dim not in self.own_dims]
 
@@ -221,11 +221,11 @@ class ProductError:
 class OwnError:
     """The squared error of quantizing a sample itself, from one sort and prefix sums: O(levels log T) per candidate.
 
-    sample: (G, T), one row per group. A large sample is thinned (`thinned`, with `stack`).
+    sample: (G, T), one row per group. A large sample is thinned (`thin`, with `stack`).
     """
 
     def __init__(self, sample: Tensor, stack: int = 1):
-        sample = thinned(sample, stack)
+        sample = thin(sample, stack)
         self.sorted = ascending(sample).double().contiguous()
         self.sums, self.squares = self.sorted.new_zeros(2, len(sample), sample.shape[1] + 1)
         torch.cumsum(self.sorted, 1, out=self.sums[:, 1:])

@@ -47,7 +47,7 @@ class Operand:
         size = math.prod(self.values.shape[dim] for dim in own_dims)
         return self.values.permute(*own_dims, *rest).reshape(size, -1)
 
-    def shaped(self, parameters: Tensor) -> Tensor:
+    def reshape(self, parameters: Tensor) -> Tensor:
         """Reshape parameters (k, *groups) to (k, ...), so that they broadcast against k candidates of the values."""
         return shaped_against(parameters, self.values.shape, self.format.own_dims)
 
@@ -79,19 +79,19 @@ class Operand:
         low, high = self.format.box(self.groups(), reach, self.stack_size)
         return low.reshape(len(low), *shape), high.reshape(len(high), *shape)
 
-    def quantized(self, side: Quantizer | QuantizedTensor | None) -> Tensor:
+    def fake_quantize(self, side: Quantizer | QuantizedTensor | None) -> Tensor:
         """Return the values after quantization; the padding of a convolution stays as it is."""
         if side is None:
             return self.values
         if isinstance(side, QuantizedTensor):
-            return self._masked(side.dequantize().to(self.values.dtype))
-        return self._masked(side.fake_quantize(self.values))
+            return self._mask(side.dequantize().to(self.values.dtype))
+        return self._mask(side.fake_quantize(self.values))
 
-    def quantized_at(self, point: Tensor | None) -> Tensor:
+    def fake_quantize_at(self, point: Tensor | None) -> Tensor:
         """Return the values after quantization with the quantizer of one point."""
-        return self.values if point is None else self._masked(self.format.fake_quantize(point, self.values))
+        return self.values if point is None else self._mask(self.format.fake_quantize(point, self.values))
 
-    def _masked(self, hat: Tensor) -> Tensor:
+    def _mask(self, hat: Tensor) -> Tensor:
         if self.mask is None:
             return hat
         # A large operand's values are overwritten, not copied, unless gradients flow through them.

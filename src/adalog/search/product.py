@@ -55,17 +55,17 @@ class Product:
         """True if both operands are computed (Q K^T, A V)."""
         return self.role in ("qk", "av")
 
-    def assigned(self, first: Side, second: Side) -> Assignment:
+    def assign(self, first: Side, second: Side) -> Assignment:
         """Return the assignment of these quantizers, with the SQNR of the output under them [dB]."""
         return self._with_sqnr(first, second, *self.output_power(first, second))
 
-    def assigned_refitted(self, first: Side, second: Quantizer) -> Assignment:
-        """Return the assignment with the weight's nearest codes and `refitted` scales; compute the outputs once."""
+    def assign_refitted(self, first: Side, second: Quantizer) -> Assignment:
+        """Return the assignment with the weight's nearest codes and `refit` scales; compute the outputs once."""
         stored = QuantizedTensor.nearest(self.right.values, second)
         rows = self._row_powers(first, stored)
         factor = rows.best_factor()
-        right = stored.scaled(factor.to(stored.quantizer.scale.dtype))
-        return self._with_sqnr(first, right, *rows.scaled(factor))
+        right = stored.rescale(factor.to(stored.quantizer.scale.dtype))
+        return self._with_sqnr(first, right, *rows.rescale(factor))
 
     def output_power(self, first: Side, second: Side) -> tuple[float, float]:
         """Return the sums of squares of the output, and of its error under these quantizers.
@@ -82,17 +82,17 @@ class Product:
         wide = [replace(operand, values=operand.values.double()) for operand in (self.left, self.right)]
         return replace(self, left=wide[0], right=wide[1]).output_power(first, second)
 
-    def refitted(self, first: Side, second: Quantizer) -> QuantizedTensor:
-        """Return the weight's nearest codes, with scales that are refitted after rounding as in `rescaled`."""
-        return self.rescaled(first, QuantizedTensor.nearest(self.right.values, second))
+    def refit(self, first: Side, second: Quantizer) -> QuantizedTensor:
+        """Return the weight's nearest codes, with scales that are refitted after rounding as in `refit_scales`."""
+        return self.refit_scales(first, QuantizedTensor.nearest(self.right.values, second))
 
-    def rescaled(self, first: Side, stored: QuantizedTensor) -> QuantizedTensor:
+    def refit_scales(self, first: Side, stored: QuantizedTensor) -> QuantizedTensor:
         """Refit the scale of each row to the least error of the output; the codes stay.
 
         The error is quadratic in the scale of a row.
         """
         factor = self._row_powers(first, stored).best_factor()
-        return stored.scaled(factor.to(stored.quantizer.scale.dtype))
+        return stored.rescale(factor.to(stored.quantizer.scale.dtype))
 
     def _with_sqnr(self, first: Side, second: Side, signal: float, noise: float) -> Assignment:
         if isinstance(first, QuantizedTensor):
@@ -116,7 +116,7 @@ class Product:
         They are at least float32, since squares of float16 overflow.
         """
         left, right = self.left, self.right
-        x_hat, w_hat = left.quantized(first), right.quantized(second)
+        x_hat, w_hat = left.fake_quantize(first), right.fake_quantize(second)
         outputs = left.values[..., 0].numel() * right.values.shape[-2]
         count = min(-(-outputs // _OUTPUTS), len(left.values))
         lefts = (value.tensor_split(count) for value in (left.values, x_hat))
@@ -144,7 +144,7 @@ class _RowPowers:
         share = self.excess / self.size.clamp(min=torch.finfo(self.size.dtype).tiny)
         return 1 - share.clamp(-1, 0.5).unsqueeze(-1)
 
-    def scaled(self, factor: Tensor) -> tuple[float, float]:
+    def rescale(self, factor: Tensor) -> tuple[float, float]:
         """Return the sums of squares of the exact output, and of the error with the scales multiplied by `factor`."""
         more = factor.squeeze(-1) - 1
         noise = self.noise + 2 * more * self.excess + more.square() * self.size

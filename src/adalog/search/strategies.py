@@ -82,7 +82,7 @@ def walk(loss: Loss, point: Tensor, spacing: Tensor, *, children: int = 8, moves
     return points[0], losses[0]
 
 
-def rescaled(loss: Loss, point: Tensor, which: Sequence[bool], *, rough: Loss | None = None) -> tuple[Tensor, Tensor]:
+def rescale(loss: Loss, point: Tensor, which: Sequence[bool], *, rough: Loss | None = None) -> tuple[Tensor, Tensor]:
     """Return the best of this point and 32 others, with scales multiplied by factors within 4 %, then within 0.4 %.
 
     which: one flag per hyperparameter, True if it is multiplied. A uniform quantizer keeps its zero point if both of

@@ -60,24 +60,24 @@ def with_tables(products: Sequence[Product], found: Sequence[Assignment], tables
     left, seconds = products[0].left, [each.right for each in found]
     best: list[LogQuantizer | None] = [None] * len(found)
     if fits and tables != "u16":
-        narrow = _tabled(left, quantizers, seconds, 8, rough, error)
+        narrow = _with_tables(left, quantizers, seconds, 8, rough, error)
         kept = [True] * len(found)
         if tables == "calibrated":
             errors = zip(error(tuple(narrow)), error(tuple(quantizers)), strict=True)
             kept = [after <= _RISE * before for after, before in errors]
         best = [each if keep else None for each, keep in zip(narrow, kept, strict=True)]
     if None in best:
-        wide = _tabled(left, quantizers, seconds, 16, rough, error)
+        wide = _with_tables(left, quantizers, seconds, 16, rough, error)
         best = [one or other for one, other in zip(best, wide, strict=True)]
     return [
-        product.assigned(quantizer, each.right) for product, quantizer, each in zip(products, best, found, strict=True)
+        product.assign(quantizer, each.right) for product, quantizer, each in zip(products, best, found, strict=True)
     ]
 
 
 def _error(products: Sequence[Product], found: Sequence[Assignment]) -> ProductError:
     """Return the errors of the products as functions of the left quantizers, stacked if there are several."""
     rights = [product.right.values for product in products]
-    hats = [product.right.quantized(each.right) for product, each in zip(products, found, strict=True)]
+    hats = [product.right.fake_quantize(each.right) for product, each in zip(products, found, strict=True)]
     first = products[0].left
     if len(products) == 1:
         return ProductError.of(first.values, rights[0].mT, hats[0].mT, mask=first.mask)
@@ -92,13 +92,13 @@ def _losses(error: ProductError, candidates: Sequence[tuple[LogQuantizer, ...]])
     """
 
     def errors(values: Tensor) -> Errors:
-        def added(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        def add(numbers: Tensor, dtype: torch.dtype) -> Tensor:
             some = [candidates[number] for number in numbers.tolist()]
             if not (error.stacked or waits_for_launches(values.device)):
                 return torch.stack([first.fake_quantize(values).sub_(values).to(dtype) for (first,) in some])
             return _nearest(values, some).sub_(values).to(dtype)
 
-        return added
+        return add
 
     size = len(candidates) if waits_for_launches(error.left.device) else 1
     losses = [error.loss_by(errors)(numbers) for numbers in torch.arange(len(candidates)).split(size)]
@@ -121,7 +121,7 @@ def _nearest(values: Tensor, candidates: Sequence[tuple[LogQuantizer, ...]]) -> 
     return nearest_levels(rows, levels, cuts).view(count, *values.shape)
 
 
-def _tabled(
+def _with_tables(
     left: Operand,
     quantizers: Sequence[LogQuantizer],
     seconds: Sequence[Quantizer | QuantizedTensor | None],

@@ -67,7 +67,7 @@ class BitAllocation:
     widths: Mapping[str, Mapping[OperandKind, int]]
     totals: Totals
 
-    def pinned(self, units: Sequence[Unit], config: Config) -> tuple[tuple[str, str], ...]:
+    def pins(self, units: Sequence[Unit], config: Config) -> tuple[tuple[str, str], ...]:
         """Return the widths as (pattern, bits) for `Config.pinned`, for units whose widths differ from the config's.
 
         Each pin names the bits of every kind of operand that the unit has.
@@ -119,7 +119,7 @@ def quantize_within(
         chosen = _without_stages(maker, budget, fixed, extra)
         if not config.stages:
             return chosen
-        staged = maker.made(chosen.plan, config)
+        staged = maker.make(chosen.plan, config)
         if _within(staged, budget):
             return staged
         more = Totals(staged.bytes - chosen.bytes, staged.bops - chosen.bops, 0.0)
@@ -138,18 +138,18 @@ class _Maker:
     notes: Mapping[str, Any]
     resources: Resources
 
-    def made(self, plan: BitAllocation, config: Config) -> BudgetedModel:
+    def make(self, plan: BitAllocation, config: Config) -> BudgetedModel:
         """Quantize by a plan under this config, with or without its stages."""
-        pins = plan.pinned(self.found.units, config)
+        pins = plan.pins(self.found.units, config)
         name = hashlib.sha256(repr((pins, config.stages)).encode()).hexdigest()[:8]
         choices = replace(config, pinned=(*config.pinned, *pins))
         model = self.calibration.quantize(choices, self.resources.named(name))
         told = {"limits": asdict(self.budget), "foretold": plan.totals.loss}
         model.note(**self.notes, budget={**told, "measure": self.found.measure, "judged": self.found.images})
-        return BudgetedModel(model, plan, *taken(model))
+        return BudgetedModel(model, plan, *budget_of(model))
 
 
-def taken(model: QuantizedModel) -> tuple[int, int]:
+def budget_of(model: QuantizedModel) -> tuple[int, int]:
     """Return how much of a budget a model takes: the bytes of its file, and the BOPs of one image's products."""
     return len(artifact.encode(model.quantized)), cost(model.program, model.example).bops
 
@@ -168,7 +168,7 @@ def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, i
             plan = _narrowest(maker.found, fixed)  # the cost besides the units is only an estimate yet
         if best is not None and plan.widths == best.plan.widths:
             break
-        chosen = maker.made(plan, plain)
+        chosen = maker.make(plan, plain)
         room = Budget(
             None if budget.bytes is None else max(1, int(budget.bytes - extra.bytes)),
             None if budget.bops is None else max(1.0, budget.bops - extra.bops),
@@ -252,7 +252,7 @@ def choose(
     limits = np.array([limit or math.inf for limit in (budget.loss, budget.bytes, budget.bops)])
     limits -= [beside.loss, beside.bytes, beside.bops]
     aims = np.array([1.0, 0.0, 0.0] if budget.loss is None else [0.0, *(1 / max(value, 1.0) for value in most[1:])])
-    chosen = table.solved(aims, limits)
+    chosen = table.solve(aims, limits)
     if chosen is None:
         least = sum(each.min(axis=0) for each in table.costs)
         told = zip(("a loss of {:.4g}", "{:,.0f} bytes", "{:,.0f} BOPs"), least, limits, strict=True)
@@ -309,7 +309,7 @@ class _Table:
 
     costs: Sequence[np.ndarray]
 
-    def solved(self, aims: np.ndarray, limits: np.ndarray) -> list[int] | None:
+    def solve(self, aims: np.ndarray, limits: np.ndarray) -> list[int] | None:
         """Return one option per unit, with the least sum of costs weighted by `aims`; None if none meets the limits.
 
         Start from the least sum without limits. Until the limits are met, take the step that costs least per relief,
@@ -317,11 +317,11 @@ class _Table:
         all limits. Then exchange options, alone and in pairs, as long as that helps.
         aims, limits: (3,), for loss, bytes and BOPs.
         """
-        found = self._descended(aims, aims, limits)
-        return self._descended(1 / np.maximum(limits, _TINY), aims, limits) if found is None else found
+        found = self._descend(aims, aims, limits)
+        return self._descend(1 / np.maximum(limits, _TINY), aims, limits) if found is None else found
 
-    def _descended(self, start: np.ndarray, aims: np.ndarray, limits: np.ndarray) -> list[int] | None:
-        """Search as `solved` does, starting from the least sum of costs weighted by `start`."""
+    def _descend(self, start: np.ndarray, aims: np.ndarray, limits: np.ndarray) -> list[int] | None:
+        """Search as `solve` does, starting from the least sum of costs weighted by `start`."""
         unit = np.concatenate([np.full(len(each), index) for index, each in enumerate(self.costs)])
         costs = np.concatenate(self.costs)
         first = np.cumsum([0, *map(len, self.costs)])[:-1]

@@ -165,7 +165,7 @@ def cost(program: Program, inputs: Sequence[Tensor | Sequence[int]], *, as_print
     """
     if as_printed:
         program = replace(program, quantizers={name: each.without_table() for name, each in program.quantizers.items()})
-    plain, sources = program.unquantized()
+    plain, sources = program.unquantize()
     values = _values(plain, inputs)
     sites = {call.node.name: call for site in (*find_sites(plain), *find_refused(plain)) for call in site.calls}
     quantizers = quantizers_of(program)
@@ -275,4 +275,4 @@ def _tensor_bytes(program: Program, name: str) -> dict[str, int]:
         return {"float": program.tensors[name].nbytes}
     weight = program.weights[name]
     codes = math.ceil(weight.codes.numel() * weight.bits / 8)
-    return {"codes": codes} | {part: value.nbytes for part, value in weight.quantizer.stored().items()}
+    return {"codes": codes} | {part: value.nbytes for part, value in weight.quantizer.stored_parameters().items()}

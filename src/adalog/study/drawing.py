@@ -47,7 +47,7 @@ def add_legend(figure: "Figure", axis: "Axes", columns: int) -> None:
     figure.legend(*shown, loc="outside lower center", ncols=columns, fontsize=TEXT, frameon=False, columnspacing=1.2)
 
 
-def rendered(figure: "Figure", form: str, description: str = "") -> bytes:
+def render(figure: "Figure", form: str, description: str = "") -> bytes:
     """Return a figure as "png" or "svg"; the bytes are the same each time with one version of matplotlib.
 
     description: a text for the file's metadata.

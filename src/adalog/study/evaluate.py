@@ -150,15 +150,15 @@ def in_batches(
     spans = {str(start): range(start, min(start + batch, count)) for start in range(0, count, batch)}
     done = 0
 
-    def finished(name: str, result: T, own: bool) -> None:
+    def finish(name: str, result: T, own: bool) -> None:
         nonlocal done
         done += len(spans[name])
         resources.report(done, count)
 
-    def made(name: str) -> T:
+    def run_span(name: str) -> T:
         return make(spans[name])
 
-    found = resources.ranks.shared(list(spans), made, coded=coded, threads=resources.jobs, finished=finished)
+    found = resources.ranks.share(list(spans), run_span, coded=coded, threads=resources.jobs, finished=finish)
     return list(found.values())
 
 
@@ -363,7 +363,7 @@ class Contest:
         total = before + len(images)
         nearest = self._nearest(replace(resources, progress=lambda done, *_: resources.report(done, total)))
 
-        def judged(numbers: range) -> list[Tally]:
+        def evaluate(numbers: range) -> list[Tally]:
             answers = self._run(images(numbers))
             if nearest:
                 answers = [label(each) for label, each in zip(nearest, answers, strict=True)]
@@ -371,7 +371,7 @@ class Contest:
             return [tally(answers[0], own, *answers[1:]), *(tally(each, own) for each in answers[1:])]
 
         after = replace(resources, progress=lambda done, *_: resources.report(before + done, total))
-        found = in_batches(len(images), judged, after, batch=self._batch(len(images), resources), coded=_TALLIES)
+        found = in_batches(len(images), evaluate, after, batch=self._batch(len(images), resources), coded=_TALLIES)
         return [Tally.total(column) for column in zip(*found, strict=True)]
 
     def _nearest(self, resources: Resources) -> list[Nearest]:

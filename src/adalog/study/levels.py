@@ -34,7 +34,7 @@ def thresholds_of(quantizer: Quantizer) -> Tensor:
 
     quantizer: a quantizer with one scale.
     """
-    read = quantizer.unabsorbed().map(lambda value: value.reshape(()).cpu())
+    read = quantizer.restore_offset().map(lambda value: value.reshape(()).cpu())
     levels = quantizer.levels()
     low, high, above = levels[:-1].clone(), levels[1:].clone(), levels[1:]
     for _ in range(64):  # enough for the exponent and the mantissa of a float

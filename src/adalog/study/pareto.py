@@ -19,7 +19,7 @@ from adalog.finished import FinishedParts
 from adalog.graph.program import Program, refs_of
 from adalog.model import QuantizedModel, quickest
 from adalog.ranks import Codec
-from adalog.study.budget import Budget, quantize_within, taken
+from adalog.study.budget import Budget, budget_of, quantize_within
 from adalog.study.drawing import COLOURS, TEXT, add_legend, new_figure
 from adalog.study.evaluate import Contest, PreparedImages, in_batches, predict, tally
 from adalog.study.sensitivity import Measure, Sensitivity, loss_of, loss_terms
@@ -108,20 +108,20 @@ def curve(
     lines = None
     if partial is not None:
         made_of = fingerprint((found.to_json(), count), [("judged", judged), ("expected", judge.expected)])
-        labels = "" if labelled is None else _told(*labelled)
+        labels = "" if labelled is None else _fingerprint(*labelled)
         named = f"{calibration.fingerprint(config)} {made_of} {labels}"
         lines = FinishedParts(partial, named, "points", ranks.rank).alone()
     points: dict[str, Point | None] = {}
     if lines is not None:
         with lines.refusing():
             points = {name: _point_of(name, line["point"]) for name, line in lines.found.items()}
-    points = ranks.agreed(names, points, _POINTS)
+    points = ranks.agree(names, points, _POINTS)
 
     def same_width(width: int) -> Point:
         choices = replace(config, weight_bits=width, activation_bits=width, softmax_bits=width)
         quantized = calibration.quantize(choices, alone)
         quantized.note(**(notes or {}))
-        return judge.point(quantized, False, width, *taken(quantized))
+        return judge.point(quantized, False, width, *budget_of(quantized))
 
     def within(share: float) -> Point | None:
         low, high = (points[names[number]] for number in (0, len(widths) - 1))
@@ -157,7 +157,7 @@ def check_output(program: Program) -> None:
         )
 
 
-def _told(prepared: PreparedImages, labels: Tensor) -> str:
+def _fingerprint(prepared: PreparedImages, labels: Tensor) -> str:
     """Return a fingerprint of labelled images; files count by their paths."""
     images, tensors = prepared.images, [("labels", labels)]
     if isinstance(images, Tensor):

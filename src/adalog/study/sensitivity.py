@@ -227,13 +227,13 @@ def sensitivity(
     lines = None if partial is None else FinishedParts(partial, named, "rows", ranks.rank).alone()
     rows = {} if lines is None else {name: _row_of(lines, name, units) for name in lines.found}
     operands = [(name, kind) for name, unit in units.items() for kind in unit.operands]
-    rows = ranks.agreed([_key(*operand, width) for operand in operands for width in widths], rows, _ROWS)
+    rows = ranks.agree([_key(*operand, width) for operand in operands for width in widths], rows, _ROWS)
     searches = len(calibration.groups)
     total = len(widths) * (searches + len(operands))
     for step, width in enumerate(widths):
         before = step * (searches + len(operands))
 
-        def told(count: int, what: str, width: int = width, before: int = before) -> None:
+        def report(count: int, what: str, width: int = width, before: int = before) -> None:
             resources.report(before + count, total, f"{what} at {width} bits" if what else "")
 
         missing = {key: operand for operand in operands if (key := _key(*operand, width)) not in rows}
@@ -241,23 +241,23 @@ def sensitivity(
             continue
         choices = at_width(config, width)
 
-        def searched(done: int, all_: int, name: str, told: Callable[[int, str], None] = told) -> None:
-            told(searches * done // all_, name)
+        def report_search(done: int, all_: int, name: str, report: Callable[[int, str], None] = report) -> None:
+            report(searches * done // all_, name)
 
-        assigned = calibration.assign(choices, replace(resources.named(str(width)), progress=searched))
+        assigned = calibration.assign(choices, replace(resources.named(str(width)), progress=report_search))
         found = {group.name: assignment for group, assignment in assigned}
         alone = {key: _alone(calibration, groups[name], found, kind, choices) for key, (name, kind) in missing.items()}
 
-        def judged_one(
+        def keep_row(
             key: str, loss: float, own: bool, missing: Any = missing, found: Any = found, width: int = width
         ) -> None:
             name, kind = missing[key]
             rows[key] = Row(name, kind, width, loss, _widths(groups[name], found, kind))
             if lines is not None and own:
                 lines.add(key, asdict(rows[key]))
-            told(searches + sum(key in rows for key in missing), name)
+            report(searches + sum(key in rows for key in missing), name)
 
-        judge.losses({key: each for key, each in alone.items() if each}, judged_one, resources)
+        judge.losses({key: each for key, each in alone.items() if each}, keep_row, resources)
     resources.report(total, total)
     wanted = (rows.get(_key(name, kind, width)) for name, kind in operands for width in widths)
     about = tuple(units.values()), tuple(row for row in wanted if row is not None)
@@ -340,24 +340,24 @@ def _alone(
             bias=None,
         )
         if right == "weight" and isinstance(choices.search, Search) and choices.search.refit:
-            mine = _rescaled(calibration.product(group, assignment, choices), mine)
+            mine = _rescale(calibration.product(group, assignment, choices), mine)
         assigned.append((group, mine))
     return assigned if any(each.left or each.right for _, each in assigned) else []
 
 
-def _rescaled(product: Product, alone: Assignment) -> Assignment:
+def _rescale(product: Product, alone: Assignment) -> Assignment:
     """Return the assignment of one operand alone, with the weight's scales refitted to that case.
 
     A search fits the scales to the quantized activation, which hides some of its error. A weight alone gets scales that
     fit the exact activation; an activation alone is evaluated with an 8-bit weight that fits it.
     """
     if isinstance(alone.right, QuantizedTensor):
-        return replace(alone, right=product.rescaled(None, alone.right))
+        return replace(alone, right=product.refit_scales(None, alone.right))
     if alone.left is None:
         return alone
     rows = product.right.values
     wide = UniformQuantizer(*bounds_to_uniform(rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True), 8), 8)
-    return replace(alone, right=product.refitted(alone.left, wide))
+    return replace(alone, right=product.refit(alone.left, wide))
 
 
 def _widths(groups: Sequence[SiteGroup], found: Mapping[str, Assignment], kind: OperandKind) -> tuple[int, ...]:
@@ -418,7 +418,7 @@ class _ChangeEvaluator:
     def losses(
         self, changed: Mapping[str, Assigned], finished: Callable[[str, float, bool], None], resources: Resources
     ) -> None:
-        """Compute the loss of the model with each of these assignments alone; call `finished` as `Ranks.shared` does.
+        """Compute the loss of the model with each of these assignments alone; call `finished` as `Ranks.share` does.
 
         Values that several of them start from are computed once, for as many of them as fit in memory.
         """
@@ -471,7 +471,7 @@ class _ChangeEvaluator:
                 raise DataError(f"{key} bits: the loss is {found}: check whether images have infinite outputs")
             return found
 
-        resources.ranks.shared(list(waiting), loss, threads=resources.jobs, finished=finished)
+        resources.ranks.share(list(waiting), loss, threads=resources.jobs, finished=finished)
 
 
 def read(path: Path) -> Sensitivity:

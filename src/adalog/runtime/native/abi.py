@@ -170,11 +170,11 @@ def load() -> ctypes.CDLL:
     found, why = library.load()
     if found is None:
         raise ValueError(f"executor = 'native' does not run here: {why}")
-    return _declared(found)
+    return _declare(found)
 
 
 @functools.cache
-def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
+def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
     for name, result, arguments in (
         ("open", c_void_p, [c_int, c_int]),
         ("close", None, [c_void_p]),

@@ -189,7 +189,7 @@ class Layout:
         self._floats(COPY, static, value)
         return static
 
-    def strided(self, plane: Tensor, lead: Sequence[int]) -> Tensor:
+    def make_dense(self, plane: Tensor, lead: Sequence[int]) -> Tensor:
         """Return bytes whose rows or columns are dense, and whose batch dimensions can be viewed as one.
 
         lead: the leading dimensions of the product. The bytes are expanded to them if there are more than two.

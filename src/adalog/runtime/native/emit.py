@@ -28,8 +28,8 @@ from adalog.runtime.native.products import (
     bytes_behind,
     linear,
     matrices,
-    seen_of,
     side,
+    window_fields,
     zero_point,
 )
 from adalog.runtime.native.recognise import failing, recognise
@@ -85,7 +85,7 @@ class Plan:
                 status = run()
                 if status:
                     abi.check(status)
-            return evaluate(self.program.output, {name: _own(value) for name, value in self.results.items()})
+            return evaluate(self.program.output, {name: _copy(value) for name, value in self.results.items()})
 
     def times(self, inputs: Sequence[Tensor]) -> list[float]:
         """Return the CPU seconds that this thread spends in each call, in order."""
@@ -109,10 +109,10 @@ class Plan:
             yield
 
 
-def _own(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     """Copy a value into memory that the next call does not overwrite. Sizes are numbers and stay as they are."""
     if isinstance(value, (tuple, list)):
-        return type(value)(map(_own, value))
+        return type(value)(map(_copy, value))
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -159,7 +159,7 @@ class _Emitter:
             MatmulStep: self._matrices,
             AttentionStep: self._attend,
             EncodeStep: self._encode,
-            ActivationStep: lambda step: _activated(self.layout, self._values[step.source], step.activation),
+            ActivationStep: lambda step: _activate(self.layout, self._values[step.source], step.activation),
             AliasStep: lambda step: self._values[step.source],
             TorchStep: self._torch,
         }
@@ -242,7 +242,7 @@ class _Emitter:
         if math.prod((*kernel, *stride)) == 1 and not any(padding):  # each pixel is a row
             return [layout.dense(plane.permute(0, 2, 3, 1)).view(-1, site.terms) for plane in left]
         count = len(images) * math.prod(site.sizes(images.shape))
-        return [_patched(layout, site, plane, count) for plane in map(layout.dense, left)]
+        return [_gather_patches(layout, site, plane, count) for plane in map(layout.dense, left)]
 
     def _matrices(self, step: MatmulStep) -> Any:
         layout, site = self.layout, self._functions[step.product].site
@@ -250,7 +250,7 @@ class _Emitter:
         site.check_terms(left[0].shape[-1])
         by_token = len(step.shape) == 4
         out = (layout.results_by_token if by_token else layout.results)(step.finish, step.shape)
-        *left, right = (layout.strided(plane, step.shape[:-2]) for plane in (*left, *right))
+        *left, right = (layout.make_dense(plane, step.shape[:-2]) for plane in (*left, *right))
         left = [plane if plane.stride(-1) == 1 else layout.dense(plane) for plane in left]
         arguments, alive = matrices(site, left, right, out[0])
         layout.alive.append(alive)
@@ -260,7 +260,7 @@ class _Emitter:
 
     def _attend(self, step: AttentionStep) -> Any:
         layout, site, scores = self.layout, self._functions[step.product].site, self._functions[step.scores].site
-        q, k, v = (layout.strided(self._values[name][0], step.shape[:-2]) for name in step.reads)
+        q, k, v = (layout.make_dense(self._values[name][0], step.shape[:-2]) for name in step.reads)
         scores.check_terms(q.shape[-1])
         site.check_terms(k.shape[-1])
         q, v = (plane if plane.stride(-1) == 1 else layout.dense(plane) for plane in (q, v))
@@ -351,7 +351,7 @@ class _Emitter:
         node = step.node
         args = evaluate(node.args, self._values)
         kwargs = {key: evaluate(value, self._values) for key, value in node.kwargs.items()}
-        function = self._functions.get(node.name) or functools.partial(_applied, self._found.program, node)
+        function = self._functions.get(node.name) or functools.partial(_apply, self._found.program, node)
         if args and isinstance(args[0], Bytes) and node.op in MOVES:
             planes = args[0]
             return Bytes(self._by_torch(node.name, node.op, function, (x, *args[1:]), kwargs) for x in planes)
@@ -380,7 +380,7 @@ def _value(finish: Finish, out: list[Tensor]) -> Any:
     return out[0] if finish is None else Bytes(out)
 
 
-def _activated(layout: Layout, value: Tensor, activation: str) -> Tensor:
+def _activate(layout: Layout, value: Tensor, activation: str) -> Tensor:
     """Apply an activation, one of `abi.ACTIVATIONS`. The result has the same memory order as the value."""
     order, back = in_memory(value)
     x = layout.dense(_floats(value).permute(order))
@@ -398,7 +398,7 @@ def _activated(layout: Layout, value: Tensor, activation: str) -> Tensor:
     return out.permute(back)
 
 
-def _patched(layout: Layout, site: IntegerSite, plane: Tensor, count: int) -> Tensor:
+def _gather_patches(layout: Layout, site: IntegerSite, plane: Tensor, count: int) -> Tensor:
     """Return the patch of the images behind each of the `count` pixels of a convolution's output: (count, I)."""
     out = layout.take_scratch((count, site.terms), torch.uint8)
     arguments = abi.Patches(
@@ -406,7 +406,7 @@ def _patched(layout: Layout, site: IntegerSite, plane: Tensor, count: int) -> Te
         out=out.data_ptr(),
         out_bytes=bytes_behind(out),
         row=site.terms,
-        **seen_of(site, plane),
+        **window_fields(site, plane),
     )
     layout.call("patches", arguments)
     return out
@@ -414,7 +414,7 @@ def _patched(layout: Layout, site: IntegerSite, plane: Tensor, count: int) -> Te
 
 def _add_seen(layout: Layout, output: abi.Output, product: ByteProduct, shape: Sequence[int]) -> None:
     """Add the outputs of a convolution's part of ones, which are the same for all images of this shape."""
-    values = product.seen(shape[1:]).to(torch.float32) * product.site.scales[1].reshape(-1)
+    values = product.ones_sums(shape[1:]).to(torch.float32) * product.site.scales[1].reshape(-1)
     numbers = torch.arange(len(values), dtype=torch.int32).repeat(shape[0])
     output.residual, output.residual_bytes = layout.keep(values), bytes_behind(values)
     output.added_to, output.places = layout.keep(numbers), len(numbers)
@@ -434,7 +434,7 @@ def _by_column(scale: Tensor, shape: Sequence[int]) -> Tensor:
     return by_head.expand(heads, 1, shape[-1]).reshape(-1)
 
 
-def _applied(program: Program, node: Any, *args: Any, **kwargs: Any) -> Any:
+def _apply(program: Program, node: Any, *args: Any, **kwargs: Any) -> Any:
     return program.apply(node, args, kwargs)
 
 

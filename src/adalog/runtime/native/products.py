@@ -120,7 +120,7 @@ class ByteProduct:
         self.nbytes = 0 if self.weights is None else self.weights.nbytes
         self.columns = 0 if site.weight is None else len(site.weight)
 
-    def seen(self, shape: Sequence[int]) -> Tensor:
+    def ones_sums(self, shape: Sequence[int]) -> Tensor:
         """Return the sums of a convolution's part of ones for an image of this shape, (C, H, W): (L, O), int64."""
         (sums,) = reference.CodeProduct(self.site).sums([torch.ones(1, *shape, dtype=torch.float64)])
         return sums[0, 0].long()
@@ -146,7 +146,7 @@ class ByteProduct:
         lead = shape[:-1] if site.geometry is None else (shape[0], 1, math.prod(site.sizes(shape)))
         found = [sums.long().view(*lead, self.columns)]
         if len(site.scales) > 1:
-            found.append(self.seen(shape[1:]).expand_as(found[0]))
+            found.append(self.ones_sums(shape[1:]).expand_as(found[0]))
         return found
 
     def _multiply(self, left: Planes, right: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class DepthwiseProduct:
             factors=self.factors.data_ptr(),
             pairs=len(self.factors),
             out=out,
-            **seen_of(self.site, image.permute(0, 3, 1, 2)),
+            **window_fields(self.site, image.permute(0, 3, 1, 2)),
         )
 
     def accumulate(self, left: Planes, right: None = None) -> list[Tensor]:
@@ -243,7 +243,7 @@ def linear(weights: abi.Weights, rows: Planes, out: abi.Output) -> abi.Linear:
     )
 
 
-def seen_of(site: IntegerSite, image: Tensor) -> dict[str, Any]:
+def window_fields(site: IntegerSite, image: Tensor) -> dict[str, Any]:
     """Return the fields that locate a convolution's images and describe the window of each output.
 
     image: (B, C, H, W), in any memory order.

@@ -134,7 +134,7 @@ class _AddressMap:
         self._addresses = sorted(self._sizes)
         for call in plan.calls:
             if isinstance(call.arguments, ctypes.Structure):
-                for address in _written(call.arguments):
+                for address in _written_addresses(call.arguments):
                     self._locate(address, written=True)
             elif call.arguments is not None:
                 self._locate(call.arguments[0].data_ptr(), written=True)
@@ -189,11 +189,11 @@ def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
             yield from _storages(item)
 
 
-def _written(structure: ctypes.Structure) -> Iterator[int]:
+def _written_addresses(structure: ctypes.Structure) -> Iterator[int]:
     """Yield the addresses that a kernel writes to."""
     for name, *_ in structure._fields_:
         value = getattr(structure, name)
         if isinstance(value, ctypes.Structure):
-            yield from _written(value)
+            yield from _written_addresses(value)
         elif value and (type(structure), name) in abi.WRITTEN:
             yield value
