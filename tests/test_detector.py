@@ -52,7 +52,7 @@ def test_a_batch_is_padded_behind_its_images():
 def test_resizing_is_bilinear_in_eight_bits():
     """Against a slow version: half a pixel from corner to centre, nothing smoothed, rounded."""
     image = pictures()[0]
-    found = Resizing(short=20, long=40, mean=(0, 0, 0), std=(1, 1, 1)).resized(image) * 255
+    found = Resizing(short=20, long=40, mean=(0, 0, 0), std=(1, 1, 1)).resize(image) * 255
     pixels = np.asarray(image).astype(float)
     assert found.shape == (3, 20, 30)
     for row in range(20):

@@ -50,8 +50,8 @@ class BlockOutput:
         """
         with torch.enable_grad():
             leaf = value.detach().requires_grad_()
-            found = self.leaves({**chunk, self.name: leaf})
-            outputs = {index: each for index, each in enumerate(found) if each.requires_grad}
+            leaves = self.leaves({**chunk, self.name: leaf})
+            outputs = {index: value for index, value in enumerate(leaves) if value.requires_grad}
             if not outputs:
                 raise CalibrationError(
                     "the model has no differentiable output, but this loss needs one: use loss = 'squared'"
@@ -60,16 +60,16 @@ class BlockOutput:
 
     def leaves(self, chunk: Chunk) -> list[Tensor]:
         """Return the model's outputs that are tensors."""
-        found = self.floats.compute(chunk, self.outputs)
-        return [value for name in self.outputs for value in leaves_of(found[name]) if isinstance(value, Tensor)]
+        values = self.floats.compute(chunk, self.outputs)
+        return [value for name in self.outputs for value in leaves_of(values[name]) if isinstance(value, Tensor)]
 
     def by_image(self, values: Tensor) -> Tensor:
         """Return values of the block's output as one row per image, or one row if images cannot be separated."""
         axis = self.floats.axes.get(self.name) if self.apart else None
         if axis is None:
             return values.flatten()[None]
-        dim, each = axis
-        return values.unflatten(dim, (-1, each)).movedim(dim, 0).flatten(1)
+        dim, entries = axis
+        return values.unflatten(dim, (-1, entries)).movedim(dim, 0).flatten(1)
 
 
 class BlockError(ABC):
@@ -116,20 +116,20 @@ class OutputError(BlockError):
         for some in self._output.batches(numbers):
             difference = quantized(some) - self._output.pick(some)[self._output.name]
             sums += torch.stack(self._parts(difference, some)).cpu() * (len(some) / len(numbers))
-        block, rest = sums.tolist()
-        self._units = block or 1.0, rest or 1.0
+        block, behind = sums.tolist()
+        self._units = block or 1.0, behind or 1.0
 
     def _parts(self, difference: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         output = self._output
         chunk = output.pick(numbers)
         with torch.no_grad():
             exact = output.leaves(chunk)
-        moved = output.leaves({**chunk, output.name: chunk[output.name] + difference})
-        return difference.square().mean(), mean_distance(moved, exact)
+        leaves = output.leaves({**chunk, output.name: chunk[output.name] + difference})
+        return difference.square().mean(), mean_distance(leaves, exact)
 
     def __call__(self, difference: Tensor, numbers: Tensor) -> Tensor:
-        block, rest = self._parts(difference, numbers)
-        return block / self._units[0] + rest / self._units[1]
+        block, behind = self._parts(difference, numbers)
+        return block / self._units[0] + behind / self._units[1]
 
 
 Loss = Callable[[BlockOutput], BlockError]

@@ -172,7 +172,9 @@ class Calibration:
         self._memory = memory = default_memory(self.images[0].device) if memory is None else memory
         self._one_by_one = not waits_for_launches(self.images[0].device)
         self._shapes = trace(self.program, self.images)
-        self._requests = {each.name: request_of(self.program, each, self.sites, self._shapes) for each in self.groups}
+        self._requests = {
+            group.name: request_of(self.program, group, self.sites, self._shapes) for group in self.groups
+        }
         self._observed = Observations(self.program, self.images, self._requests.values(), memory // 2)
         head = frozenset(self._blocks[-1].nodes)
         self._unfolded = functools.partial(why_unfolded, sites=self.sites, shapes=self._shapes, head=head)
@@ -234,19 +236,21 @@ class Calibration:
         check_pinned(config, self.sites)
         check_images(config, self.unlabelled)
         self._shared.prepare(config)
-        given = _given(start, self.groups)
+        starts = _given(start, self.groups)
         path, rank = resources.partial, resources.ranks.rank
-        file = None if path is None else Partial(Path(path), self.fingerprint(config, given), rank)
-        keys = {group.name: self._key(group, config) for group in self.groups if not given}
+        file = None if path is None else Partial(Path(path), self.fingerprint(config, starts), rank)
+        keys = {group.name: self._key(group, config) for group in self.groups if not starts}
 
         def search(groups: Sequence[SiteGroup]) -> list[Assignment]:
-            start = given.get(groups[0].name)
-            return [searched.assignment for searched in self._search_together(groups, config, start)]
+            start = starts.get(groups[0].name)
+            return [result.assignment for result in self._search_together(groups, config, start)]
 
-        reads = {name: each.scratch // self._observed.stride(each.names) for name, each in self._requests.items()}
+        reads = {
+            name: request.scratch // self._observed.stride(request.names) for name, request in self._requests.items()
+        }
         work = {name: units_of_work(size) for name, size in reads.items()}
-        found = run_searches(
-            [[[group] for group in split] if given else self._stacks(split, config) for split in self._splits()],
+        assignments = run_searches(
+            [[[group] for group in split] if starts else self._stacks(split, config) for split in self._splits()],
             search,
             resources,
             known={name: self._assigned[key] for name, key in keys.items() if key in self._assigned},
@@ -256,8 +260,8 @@ class Calibration:
             device=self.images[0].device,
             partial=file,
         )
-        self._assigned |= {key: found[name] for name, key in keys.items()}
-        assigned = [(group, found[group.name]) for group in self.groups]
+        self._assigned |= {key: assignments[name] for name, key in keys.items()}
+        assigned = [(group, assignments[group.name]) for group in self.groups]
         if config.stages:
             assigned = run_stages(
                 config.stages,
@@ -266,7 +270,9 @@ class Calibration:
                 self.unlabelled,
                 assigned,
                 self._shared,
-                lambda group, found: self.product(group, found, config).assign(found.left, found.right),
+                lambda group, assignment: self.product(group, assignment, config).assign(
+                    assignment.left, assignment.right
+                ),
                 resources,
                 seed=self.seed,
                 memory=self._memory // 2,
@@ -340,8 +346,8 @@ class Calibration:
         Raises:
             ValueError: If a name or a pattern of `config.pinned` matches no site.
         """
-        found = {each.group.name: each for each in self.iter_search(config, sites)}
-        return [found[group.name] for group in self.groups if group.name in found]
+        results = {result.group.name: result for result in self.iter_search(config, sites)}
+        return [results[group.name] for group in self.groups if group.name in results]
 
     def iter_search(self, config: Config, sites: Collection[str] | None = None) -> Iterator[SearchResult]:
         """Search products one after the other, and yield each result: `search` within the memory.
@@ -387,8 +393,8 @@ class Calibration:
             gradient: Gradient of the loss with respect to the model's only output, (N, ...).
         """
         self._shared.probe(gradient)
-        for known in (self._found, self._assigned, self._seconds):
-            known.clear()
+        for cache in (self._found, self._assigned, self._seconds):
+            cache.clear()
 
     def operand(self, name: str) -> Tensor:
         """Return an operand in full precision.
@@ -403,35 +409,35 @@ class Calibration:
 
     # --- one group ---
 
-    def _search(self, group: SiteGroup, whole: Config) -> SearchResult:
-        return self._search_together([group], whole)[0]
+    def _search(self, group: SiteGroup, config: Config) -> SearchResult:
+        return self._search_together([group], config)[0]
 
     @_alone
     def _search_together(
-        self, groups: Sequence[SiteGroup], whole: Config, start: Assignment | None = None
+        self, groups: Sequence[SiteGroup], whole_config: Config, start: Assignment | None = None
     ) -> list[SearchResult]:
         """Search the products of groups that are alike (`_stacks`), or return cached results.
 
         Of several formats, keep the best SQNR. start: only for a single group.
         """
         begun, seconds = time.thread_time(), [0.0] * len(groups)
-        tried: list[list[SearchResult]] = [[] for _ in groups]
-        config, order = choices_of(groups[0], whole), self._shared.order(whole)
-        folds = self._folds(groups, whole)
+        candidates: list[list[SearchResult]] = [[] for _ in groups]
+        config, order = choices_of(groups[0], whole_config), self._shared.order(whole_config)
+        folds = self._folds(groups, whole_config)
         if start is not None and isinstance(config.search, Search) and _fits(start, config):
             folds = [(start.fold, folds[0][1])]  # its quantizers belong to operands with this fold
         cache = self._found if start is None else {}  # without a start these choices may find other quantizers
         for activation in formats_of(groups[0].first, config):
-            if tried[0] and groups[0].first.role in ("linear", "conv"):  # the first products have the same values
-                products = [_in_format(results[0].product, activation, config) for results in tried]
+            if candidates[0] and groups[0].first.role in ("linear", "conv"):  # the first products have the same values
+                products = [_in_format(results[0].product, activation, config) for results in candidates]
             else:
                 products = [
                     self._product(group, config, fold, activation)
                     for group, (fold, _) in zip(groups, folds, strict=True)
                 ]
             members: Sequence[int] = range(len(groups))
-            if tried[0] and start is None and rarely_uniform(groups[0].first):  # a start may be uniform
-                members = _maybe_uniform(products, [results[0] for results in tried], config)
+            if candidates[0] and start is None and rarely_uniform(groups[0].first):  # a start may be uniform
+                members = _maybe_uniform(products, [results[0] for results in candidates], config)
             keys: dict[int, Any] = {}
             for index in members:
                 formats = products[index].left.format, products[index].right.format
@@ -439,8 +445,10 @@ class Calibration:
                 keys[index] = (groups[index].name, *formats, config.search, bits, order)
             missing = [index for index in members if keys[index] not in cache]
             if missing:
-                asked = [self._with_needs(groups[index], products[index], folds[index][1], whole) for index in missing]
-                results = config.search.search_together([replace(product, start=start) for product in asked])
+                full_products = [
+                    self._with_needs(groups[index], products[index], folds[index][1], whole_config) for index in missing
+                ]
+                results = config.search.search_together([replace(product, start=start) for product in full_products])
                 cache |= {keys[index]: assignment for index, assignment in zip(missing, results, strict=True)}
             tabled: dict[int, Any] = {index: (*key, config.tables) for index, key in keys.items()}
             missing = [index for index in members if tabled[index] not in cache]
@@ -450,18 +458,18 @@ class Calibration:
                 cache |= {tabled[index]: assignment for index, assignment in zip(missing, results, strict=True)}
             begun, spent = time.thread_time(), time.thread_time() - begun
             for index, key in tabled.items():
-                tried[index].append(SearchResult(groups[index], products[index], cache[key]))
+                candidates[index].append(SearchResult(groups[index], products[index], cache[key]))
                 # A cached assignment takes no time.
                 self._seconds[key] = max(spent / len(members), self._seconds.get(key, 0.0))
                 seconds[index] += self._seconds[key]
-        best = [max(results, key=lambda searched: searched.assignment.sqnr) for results in tried]
-        return [replace(searched, seconds=spent) for searched, spent in zip(best, seconds, strict=True)]
+        best = [max(results, key=lambda result: result.assignment.sqnr) for results in candidates]
+        return [replace(result, seconds=spent) for result, spent in zip(best, seconds, strict=True)]
 
     def _with_needs(
-        self, group: SiteGroup, product: Product, shared: UniformQuantizer | None, whole: Config
+        self, group: SiteGroup, product: Product, shared: UniformQuantizer | None, whole_config: Config
     ) -> Product:
         """Return the product with all that its search needs. shared: the quantizer that its fold's channels share."""
-        config, ordered = choices_of(group, whole), self._shared.operands_in_order(whole)
+        config, ordered = choices_of(group, whole_config), self._shared.operands_in_order(whole_config)
         left = product.left
         if config.search.needs.squares:
             check_squares(group.name, left, product.right)
@@ -471,31 +479,31 @@ class Calibration:
 
     def _product(self, group: SiteGroup, config: Config, fold: Fold | None, activation: Format) -> Product:
         """Return the group's product, with its operands in the float network."""
-        seen = self._observed.read(self._requests[group.name].names)
-        left, right = operands_of(self.program, group, seen, config, fold, activation)
+        values = self._observed.read(self._requests[group.name].names)
+        left, right = operands_of(self.program, group, values, config, fold, activation)
         rows = self._shared.rows(group, self._requests[group.name].names, config)
         return Product(group.first.role, left if rows is None else with_rows(left, rows), right, fold)
 
-    def _folds(self, groups: Sequence[SiteGroup], whole: Config) -> list[tuple[Fold | None, UniformQuantizer | None]]:
+    def _folds(self, groups: Sequence[SiteGroup], config: Config) -> list[tuple[Fold | None, UniformQuantizer | None]]:
         """Return the fold of each group's norm and the quantizer that its channels share, or None for each."""
-        ordered = self._shared.operands_in_order(whole)
+        ordered = self._shared.operands_in_order(config)
         keys: list[Any] = []
         missing: dict[Any, dict[Any, tuple[Tensor, Tensor]]] = {}  # by bits and shapes, which are searched together
-        search = whole.search
+        search = config.search
         for group in groups:
             pair = group.pair
-            if pair is None or self._unfolded(pair, choices_of(group, whole)):
+            if pair is None or self._unfolded(pair, choices_of(group, config)):
                 keys.append(None)
                 continue
-            bits = whole.for_sites(pair.sites).activation_bits
-            key = ("fold", pair.norm.name, bits, search, self._shared.order(whole))
+            bits = config.for_sites(pair.sites).activation_bits
+            key = ("fold", pair.norm.name, bits, search, self._shared.order(config))
             keys.append(key)
             if key in self._found:
                 continue
-            seen = self._observed.read(self._requests[group.name].names) if ordered is None else ordered
-            read = {site.left for site in self.sites if site.name in pair.sites}
-            values = join([seen[name].flatten(0, -2) for name in sorted(read)], dim=0)
-            rows = self._shared.rows(group, self._requests[group.name].names, whole)
+            operands = self._observed.read(self._requests[group.name].names) if ordered is None else ordered
+            inputs = {site.left for site in self.sites if site.name in pair.sites}
+            values = join([operands[name].flatten(0, -2) for name in sorted(inputs)], dim=0)
+            rows = self._shared.rows(group, self._requests[group.name].names, config)
             if rows is not None and len(rows) == len(values):
                 values = values[rows]
             weight = torch.cat([self.program.tensors[site.right] for site in self.sites if site.name in pair.sites])
@@ -523,7 +531,7 @@ class Calibration:
         if config.search.why_unstored:
             raise ValueError(config.search.why_unstored)
         strides = [self._observed.stride(request.names) for request in self._requests.values()]
-        begun = [(name, assignment_json(each)) for name, each in sorted((start or {}).items())]
+        begun = [(name, assignment_json(assignment)) for name, assignment in sorted((start or {}).items())]
         fitted = take(self.unlabelled, range(config.images_fitted)) if config.images_fitted else ()
         memory = self._memory if config.stages else 0  # the order of sums in a stage depends on the memory
         images = [("image", value) for value in (*self.images, *fitted)]
@@ -552,8 +560,8 @@ class Calibration:
         stacks: dict[Any, list[list[SiteGroup]]] = {}
         for group in groups:
             alike = stacks.setdefault(self._alike(group, config), [[]])
-            used = sum(self._requests[each.name].scratch for each in alike[-1])
-            if alike[-1] and used + self._requests[group.name].scratch > self._memory // 2:
+            scratch = sum(self._requests[group.name].scratch for group in alike[-1])
+            if alike[-1] and scratch + self._requests[group.name].scratch > self._memory // 2:
                 alike.append([])
             alike[-1].append(group)
         return list(chain.from_iterable(stacks.values()))
@@ -563,9 +571,9 @@ class Calibration:
         site, choices = group.first, choices_of(group, config)
         if site.role == "conv":
             return group.name
-        read = [*group.read, site.right] if site.role in ("qk", "av") else group.read
-        shapes = [tuple(self._shapes[name].shape) for name in read]
-        weights = [tuple(self.program.tensors[each.right].shape) for each in group.sites if each.role == "linear"]
+        names = [*group.read, site.right] if site.role in ("qk", "av") else group.read
+        shapes = [tuple(self._shapes[name].shape) for name in names]
+        weights = [tuple(self.program.tensors[site.right].shape) for site in group.sites if site.role == "linear"]
         headed = site.left in site.headed, site.right in site.headed
         folded = group.pair is not None and not self._unfolded(group.pair, choices)
         formats = tuple(formats_of(site, choices))
@@ -591,25 +599,27 @@ def _in_format(product: Product, activation: Format, config: Config) -> Product:
     return replace(product, left=in_format(product.left, activation, config))
 
 
-def _maybe_uniform(products: Sequence[Product], tried: Sequence[SearchResult], config: Config) -> list[int]:
+def _maybe_uniform(products: Sequence[Product], results: Sequence[SearchResult], config: Config) -> list[int]:
     """Return the numbers of the products whose left values a uniform quantizer fits better than the one found."""
-    found = {index: each.assignment.left for index, each in enumerate(tried) if each.assignment.left is not None}
-    if not found:
+    quantizers = {
+        index: result.assignment.left for index, result in enumerate(results) if result.assignment.left is not None
+    }
+    if not quantizers:
         return []
-    operands = [products[index].left for index in found]
-    closer = uniform_is_closer(operands, list(found.values()), cast(Search, config.search))
-    return [index for index, uniform in zip(found, closer, strict=True) if uniform]
+    operands = [products[index].left for index in quantizers]
+    closer = uniform_is_closer(operands, list(quantizers.values()), cast(Search, config.search))
+    return [index for index, uniform in zip(quantizers, closer, strict=True) if uniform]
 
 
 def _given(start: Assigned, groups: Sequence[SiteGroup]) -> dict[str, Assignment]:
     """Return the assignments from which searches begin, by group. Raises ValueError unless all groups have one."""
-    given = {group.name: assignment for group, assignment in start}
-    if given and given.keys() != {group.name for group in groups}:
+    starts = {group.name: assignment for group, assignment in start}
+    if starts and starts.keys() != {group.name for group in groups}:
         raise ValueError(
             "start has other sites than this model: give exactly the assignments that `assign` returns, "
             "because sites may share a fold"
         )
-    return given
+    return starts
 
 
 def _check_known(names: Collection[str], sites: Sequence[Site]) -> None:
@@ -652,11 +662,13 @@ def _finite(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
     return images
 
 
-def _more_like(images: Sequence[Tensor], given: Tensor | Sequence[Any]) -> tuple[Tensor, ...]:
+def _more_like(images: Sequence[Tensor], unlabelled: Tensor | Sequence[Any]) -> tuple[Tensor, ...]:
     """Return the unlabelled images as tensors. Raises CalibrationError for other channels, dimensions or dtypes."""
-    more = _finite(_in_float32(as_batch(given)))
-    told, wanted = ([(value.ndim, value.shape[1:2], value.dtype) for value in values] for values in (more, images))
-    if told != wanted:
+    more = _finite(_in_float32(as_batch(unlabelled)))
+    signatures, expected = (
+        [(value.ndim, value.shape[1:2], value.dtype) for value in values] for values in (more, images)
+    )
+    if signatures != expected:
         raise CalibrationError(
             f"the unlabelled images are {_describe(more)}, but the calibration images are {_describe(images)}: only "
             "the number, height and width may differ"

@@ -171,18 +171,20 @@ def correct(
         here = [index for index, (group, _) in enumerate(current) if not ran.isdisjoint(group.changes)]
         able = [index for index in inside if _can_be_corrected(program, *current[index], names)]
         streams = {index: _stream(program, current[index][0]) if choices.target == "stream" else None for index in able}
-        beside = [name for stream in streams.values() for name in stream or ()]
+        stream_names = [name for stream in streams.values() for name in stream or ()]
         groups = [current[index][0] for index in able]
         values = [name for group in groups for name in (*group.read, *group.nodes)]
-        floats.separable([*values, *beside], piece.value_in)  # all at once
+        floats.separable([*values, *stream_names], piece.value_in)  # all at once
         for index in able:
             group, assignment = current[index]
             key = f"correction of {group.name}"
             result = None if partial is None else partial.get(key, images[0].device)
             if result is None:
-                within = rewrite(program, [current[each] for each in here], made)
-                seen = _collect_moments(floats, quantized, piece.value_in, group, within, weights or {}, streams[index])
-                result = _refit(program, group, assignment, seen, choices)
+                within = rewrite(program, [current[number] for number in here], made)
+                moments = _collect_moments(
+                    floats, quantized, piece.value_in, group, within, weights or {}, streams[index]
+                )
+                result = _refit(program, group, assignment, moments, choices)
                 if partial is not None:
                     partial.add(key, result)
             current[index] = (group, result)
@@ -192,8 +194,8 @@ def correct(
         if progress is not None and inside:
             progress(done, len(current), f"{current[inside[-1]][0].name} corrected")
     if choices.robust:
-        both = output_errors(program, floats, [before, rewrite(program, current, made)])
-        own, corrected_errors = (sum(errors.values()) for errors in both)
+        outcomes = output_errors(program, floats, [before, rewrite(program, current, made)])
+        own, corrected_errors = (sum(errors.values()) for errors in outcomes)
         if corrected_errors > own:
             return list(assigned)
     return current
@@ -246,36 +248,36 @@ def _collect_moments(
     nodes = {node.name: node for node in program.nodes}
     outputs = [[site.node.name for site in call] for call in group.calls]
     reads = [nodes[names[0]].args[0].name for names in outputs]
-    beside = [] if stream is None else list(stream)
-    apart = floats.separable([*group.read, *group.nodes, *beside], start)
+    stream_names = [] if stream is None else list(stream)
+    apart = floats.separable([*group.read, *group.nodes, *stream_names], start)
     axes = [floats.axes.get(name) if apart and floats.count > _HELD_OUT else None for name in group.read]
-    wanted = floats.batches([*group.nodes, *beside[:1]], start, apart=apart)
-    given = quantized.batches([*dict.fromkeys(reads), *beside[1:]], start, program, apart=apart)
+    target_batches = floats.batches([*group.nodes, *stream_names[:1]], start, apart=apart)
+    input_batches = quantized.batches([*dict.fromkeys(reads), *stream_names[1:]], start, program, apart=apart)
     sums: list[Moments | None] = [None, None]
     origin: tuple[Tensor, Tensor] | None = None
     begun = 0  # the index of the batch's first image
-    for one, other in zip(wanted, given, strict=True):
-        for read, names, axis in zip(reads, outputs, axes, strict=True):
-            dim, each = (0, 1) if axis is None else axis
-            first, values = begun * each, [one[name] for name in names]
-            if stream is not None and one[stream[0]].shape == values[0].shape:
-                values = [one[stream[0]] - other[stream[1]]]
-            for inputs, targets in _pieces(group, other[read], values, program):
+    for target_values, input_values in zip(target_batches, input_batches, strict=True):
+        for source, names, axis in zip(reads, outputs, axes, strict=True):
+            dim, entries = (0, 1) if axis is None else axis
+            first, values = begun * entries, [target_values[name] for name in names]
+            if stream is not None and target_values[stream[0]].shape == values[0].shape:
+                values = [target_values[stream[0]] - input_values[stream[1]]]
+            for inputs, targets in _pieces(group, input_values[source], values, program):
                 x, y = rows_of(group, inputs, targets, program)
                 x, y = (value.to(torch.promote_types(value.dtype, torch.float32)) for value in (x, y))
                 if origin is None:
                     origin = x.mean(1), y.mean(1)
                 weight = _weights_of_rows(group, [weights.get(name) for name in names], inputs, axis, first, x.shape[1])
-                held = _held_out_mask(group, inputs, axis, first, x.shape[1])
+                held_out = _held_out_mask(group, inputs, axis, first, x.shape[1])
                 first += inputs.shape[dim]  # a piece of a convolution's batch may start or end within an image
                 x, y = x - origin[0][:, None], y - origin[1][:, None]
-                for index, chosen in enumerate((~held, held)):
-                    places = chosen.nonzero()[:, 0].to(x.device, non_blocking=True)
+                for index, mask in enumerate((~held_out, held_out)):
+                    places = mask.nonzero()[:, 0].to(x.device, non_blocking=True)
                     if len(places):
                         some = None if weight is None else weight[places].to(x.dtype)
                         part, before = Moments.of(x[:, places], y[:, places], some), sums[index]
                         sums[index] = part if before is None else before + part
-        begun = first // each
+        begun = first // entries
         if sum(part.rows for part in sums if part is not None) >= _ROWS:
             break
     fit, rest = sums  # the first image is never held out
@@ -291,13 +293,13 @@ def _held_out_mask(group: SiteGroup, inputs: Tensor, axis: tuple[int, int] | Non
     """
     if axis is None:
         return torch.zeros(rows, dtype=torch.bool)
-    dim, each = axis
-    numbers = (first + torch.arange(inputs.shape[dim])) // each
-    held = numbers % _HELD_OUT == _HELD_OUT - 1
+    dim, entries = axis
+    numbers = (first + torch.arange(inputs.shape[dim])) // entries
+    held_out = numbers % _HELD_OUT == _HELD_OUT - 1
     if group.first.role == "conv":
-        return held.repeat_interleave(rows // len(held))
-    shape = [len(held) if index == dim else 1 for index in range(inputs.ndim - 1)]
-    return held.reshape(shape).expand(inputs.shape[:-1]).flatten()
+        return held_out.repeat_interleave(rows // len(held_out))
+    shape = [len(held_out) if index == dim else 1 for index in range(inputs.ndim - 1)]
+    return held_out.reshape(shape).expand(inputs.shape[:-1]).flatten()
 
 
 def _weights_of_rows(
@@ -314,12 +316,12 @@ def _weights_of_rows(
     those of the group's outputs, whose weight of a position is the same for all images. axis, first: as in
     `_held_out_mask`.
     """
-    given = [weight for weight in weights if weight is not None]
-    if axis is None or not given:
+    present = [weight for weight in weights if weight is not None]
+    if axis is None or not present:
         return None
-    dim, each = axis
-    places = (first + torch.arange(inputs.shape[dim], device=inputs.device)) % each
-    mean = torch.stack([weight.index_select(dim, places) for weight in given]).mean(0).flatten()
+    dim, entries = axis
+    places = (first + torch.arange(inputs.shape[dim], device=inputs.device)) % entries
+    mean = torch.stack([weight.index_select(dim, places) for weight in present]).mean(0).flatten()
     return mean if len(mean) == rows else None  # images of another size have other positions
 
 
@@ -347,9 +349,9 @@ def rows_of(group: SiteGroup, x: Tensor, outputs: Sequence[Tensor], program: Pro
         return x.flatten(0, -2)[None], torch.cat([value.flatten(0, -2) for value in outputs], dim=-1)[None]
     stride, padding, dilation, groups = conv_geometry(node)
     split = x.unflatten(1, (groups, -1))
-    seen = [patches(image, _kernel(group, program), stride, padding, dilation) for image in split]
-    wanted = outputs[0].unflatten(1, (groups, -1)).flatten(3).permute(1, 0, 3, 2)
-    return torch.stack(seen, dim=1).flatten(1, 2), wanted.flatten(1, 2)
+    rows = [patches(image, _kernel(group, program), stride, padding, dilation) for image in split]
+    targets = outputs[0].unflatten(1, (groups, -1)).flatten(3).permute(1, 0, 3, 2)
+    return torch.stack(rows, dim=1).flatten(1, 2), targets.flatten(1, 2)
 
 
 def _kernel(group: SiteGroup, program: Program) -> tuple[int, ...]:
@@ -359,7 +361,7 @@ def _kernel(group: SiteGroup, program: Program) -> tuple[int, ...]:
 
 
 def _refit(
-    program: Program, group: SiteGroup, assignment: Assignment, seen: _GroupMoments, choices: Correction
+    program: Program, group: SiteGroup, assignment: Assignment, moments: _GroupMoments, choices: Correction
 ) -> Assignment:
     """Return the group's assignment with codes, scales and bias fitted to the observed moments.
 
@@ -371,22 +373,22 @@ def _refit(
         weight = assignment.fold.weight(weight)
     assert right is not None
     right = with_codes(right, weight)
-    groups, held = len(seen.fit.x), seen.held
-    both = seen.fit if held is None else seen.fit + held
-    means = both.means()
-    whole, mean_x, mean_y = both.about(*means), means[0] + seen.origin[0], means[1] + seen.origin[1]
+    groups, held = len(moments.fit.x), moments.held
+    total = moments.fit if held is None else moments.fit + held
+    means = total.means()
+    centred, mean_x, mean_y = total.about(*means), means[0] + moments.origin[0], means[1] + moments.origin[1]
     start = weight.double().reshape(groups, -1, weight.shape[1])
-    enough = both.rows >= start.shape[2] or not choices.robust
+    enough = total.rows >= start.shape[2] or not choices.robust
     fits, compensates = choices.ridge and enough, choices.compensate and enough
-    floor = _ROUNDING * both.count * mean_x.square().mean(1)
+    floor = _ROUNDING * total.count * mean_x.square().mean(1)
     try:
         ridge = _RIDGE if fits else math.inf
         if fits and held is not None:
-            ridge = float(choose_ridge(seen.fit, held, start) * seen.fit.count / both.count)
-        target = start.lerp(_target(whole, start, ridge, floor), choices.coefficient)
-        damping = max(_DAMPING, _ALIKE * start.shape[2] / both.rows) if choices.robust else _DAMPING
+            ridge = float(choose_ridge(moments.fit, held, start) * moments.fit.count / total.count)
+        target = start.lerp(_target(centred, start, ridge, floor), choices.coefficient)
+        damping = max(_DAMPING, _ALIKE * start.shape[2] / total.rows) if choices.robust else _DAMPING
         if compensates:
-            form, _ = _form(whole, damping if math.isinf(ridge) else max(ridge, damping), floor)
+            form, _ = _form(centred, damping if math.isinf(ridge) else max(ridge, damping), floor)
     except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
         raise CalibrationError(
             f"{group.name} cannot be corrected, because products of its inputs or outputs overflow or "
@@ -400,17 +402,17 @@ def _refit(
     else:
         codes = right.codes.double().reshape(start.shape)
     if choices.robust and (choices.ridge or choices.compensate):
-        levels = replace(levels, scale=_gain(whole, target, mean_y) * levels.scale)  # type: ignore[type-var]
+        levels = replace(levels, scale=_gain(centred, target, mean_y) * levels.scale)  # type: ignore[type-var]
     shape, dtype = right.codes.shape, right.quantizer.scale.dtype
     stored = QuantizedTensor(
         codes.to(torch.uint8).reshape(shape), levels.map(lambda value: value.to(dtype).reshape(*shape[:-1], 1))
     )
-    found = stored.dequantize().double().reshape(start.shape)
+    fitted = stored.dequantize().double().reshape(start.shape)
     own = exact_bias(program, group, assignment).double().reshape(mean_y.shape) + (start @ mean_x[..., None])[..., 0]
-    bias = (own.lerp(mean_y, choices.coefficient) - (found @ mean_x[..., None])[..., 0]).flatten()
-    signal = whole.yy if both.rows > 1 else mean_y.square()  # a single row equals its mean
-    gap = mean_y - (found @ mean_x[..., None])[..., 0] - bias.reshape(mean_y.shape)
-    power, noise = torch.stack([signal.sum(), (whole.error(found) + both.count * gap.square()).sum()]).tolist()
+    bias = (own.lerp(mean_y, choices.coefficient) - (fitted @ mean_x[..., None])[..., 0]).flatten()
+    signal = centred.yy if total.rows > 1 else mean_y.square()  # a single row equals its mean
+    gap = mean_y - (fitted @ mean_x[..., None])[..., 0] - bias.reshape(mean_y.shape)
+    power, noise = torch.stack([signal.sum(), (centred.error(fitted) + total.count * gap.square()).sum()]).tolist()
     return replace(assignment, right=stored, bias=bias.to(weight.dtype), sqnr=decibels(power, noise))
 
 
@@ -420,10 +422,10 @@ def _gain(moments: Moments, weight: Tensor, mean_y: Tensor) -> Tensor:
     One factor for all outputs: a class token can have nearly all the weight of the rows, and then few rows decide.
     weight: (G, O, K). mean_y: (G, O).
     """
-    power, wanted = ((weight @ moments.xx) * weight).sum(), moments.yy.sum()
+    power, target_power = ((weight @ moments.xx) * weight).sum(), moments.yy.sum()
     least = _ROUNDING * moments.count * mean_y.square().sum()
-    varies = (power > least) & (wanted > least)  # not so for constant outputs, or a single row
-    return torch.where(varies, (wanted / power).sqrt().clamp(*_GAINS), 1.0)
+    varies = (power > least) & (target_power > least)  # not so for constant outputs, or a single row
+    return torch.where(varies, (target_power / power).sqrt().clamp(*_GAINS), 1.0)
 
 
 def bias_of(node: Node, program: Program) -> Tensor:
@@ -453,11 +455,11 @@ def choose_ridge(fit: Moments, held: Moments, start: Tensor) -> float:
     errors, failures = measure(inside, outside, start)
     last = outside.error(start).sum()[None]  # that of the infinite ridge
     values = torch.cat([errors, last, failures]).tolist()  # to wait for the device only here
-    found, flags = values[: len(_RIDGES)], values[len(_RIDGES) :]
+    candidate_errors, flags = values[: len(_RIDGES)], values[len(_RIDGES) :]
     for index, failed in enumerate(flags):
         if failed:
-            found[index] = float(outside.error(_target(inside, start, _RIDGES[index])).sum())
-    return min(zip(_RIDGES, found, strict=True), key=lambda pair: pair[1])[0]
+            candidate_errors[index] = float(outside.error(_target(inside, start, _RIDGES[index])).sum())
+    return min(zip(_RIDGES, candidate_errors, strict=True), key=lambda pair: pair[1])[0]
 
 
 def _errors_one_by_one(inside: Moments, outside: Moments, start: Tensor) -> tuple[Tensor, Tensor]:
@@ -474,11 +476,11 @@ def _errors_one_by_one(inside: Moments, outside: Moments, start: Tensor) -> tupl
 def _errors_together(inside: Moments, outside: Moments, start: Tensor) -> tuple[Tensor, Tensor]:
     """Return the same as `_errors_one_by_one` up to rounding, in fewer operations, which hold all solutions at once."""
     count, variance = len(_RIDGES) - 1, _variance(inside)
-    added = torch.stack([ridge * variance for ridge in _RIDGES[:-1]])  # (ridges, G, 1)
-    wanted = torch.addcmul(inside.yx, start, added[..., None]).mT  # (ridges, G, K, O)
+    ridges = torch.stack([ridge * variance for ridge in _RIDGES[:-1]])  # (ridges, G, 1)
+    targets = torch.addcmul(inside.yx, start, ridges[..., None]).mT  # (ridges, G, K, O)
     solutions, failures = [], []
-    for each, values in zip(added.unbind(), wanted.unbind(), strict=True):
-        root, failed = torch.linalg.cholesky_ex(_with_ridge(inside, each))
+    for strength, values in zip(ridges.unbind(), targets.unbind(), strict=True):
+        root, failed = torch.linalg.cholesky_ex(_with_ridge(inside, strength))
         solutions.append(torch.cholesky_solve(values, root))
         failures.append(failed)
     groups, outputs, columns = start.shape
@@ -495,8 +497,8 @@ def _target(moments: Moments, start: Tensor, ridge: float, floor: Tensor | float
 
 def _solution(moments: Moments, start: Tensor, form: Tensor, root: Tensor) -> Tensor:
     """Return the weight that minimises the error with this form. root: the form's Cholesky factor."""
-    added = form.diagonal(dim1=1, dim2=2) - moments.xx.diagonal(dim1=1, dim2=2)
-    return torch.cholesky_solve((moments.yx + start * added[:, None]).mT, root).mT
+    increase = form.diagonal(dim1=1, dim2=2) - moments.xx.diagonal(dim1=1, dim2=2)
+    return torch.cholesky_solve((moments.yx + start * increase[:, None]).mT, root).mT
 
 
 def _form(moments: Moments, ridge: float, floor: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
@@ -505,12 +507,12 @@ def _form(moments: Moments, ridge: float, floor: Tensor | float = 0.0) -> tuple[
     Both are (G, K, K).
     floor: (G,), the variance below which inputs are constant except for rounding noise.
     """
-    added = ridge * _variance(moments, floor)
-    form = _with_ridge(moments, added)
+    strength = ridge * _variance(moments, floor)
+    form = _with_ridge(moments, strength)
     root, failed = torch.linalg.cholesky_ex(form)
-    if failed.any():  # a few channels are so large that float32 sums err by more than `added`
+    if failed.any():  # a few channels are so large that float32 sums err by more than `strength`
         largest = moments.xx.diagonal(dim1=1, dim2=2).amax(dim=1)[:, None]
-        form = _with_ridge(moments, torch.maximum(added, largest * (_OF_SUMS * form.shape[1])))
+        form = _with_ridge(moments, torch.maximum(strength, largest * (_OF_SUMS * form.shape[1])))
         root = torch.linalg.cholesky(form)
     return form, root
 
@@ -521,10 +523,10 @@ def _variance(moments: Moments, floor: Tensor | float = 0.0) -> Tensor:
     return torch.where(variance > 0, variance, 1.0)[:, None]
 
 
-def _with_ridge(moments: Moments, added: Tensor) -> Tensor:
+def _with_ridge(moments: Moments, ridge: Tensor) -> Tensor:
     """Return the inputs' products, (G, K, K), with these numbers, (G, 1), added to the squares."""
     form = moments.xx.clone()
-    form.diagonal(dim1=1, dim2=2).add_(added)
+    form.diagonal(dim1=1, dim2=2).add_(ridge)
     return form
 
 
@@ -602,8 +604,8 @@ def _row_by_row(
 def _least_squares(target: Tensor, form: Tensor, codes: Tensor, levels: Quantizer) -> Quantizer:
     """Return the quantizer with least-squares scales for these codes; a scale stays if it would not be positive."""
     units = levels.integer(codes).to(target.dtype)
-    seen = units @ form
-    scale = (seen * target).sum(2, keepdim=True) / (seen * units).sum(2, keepdim=True)
+    products = units @ form
+    scale = (products * target).sum(2, keepdim=True) / (products * units).sum(2, keepdim=True)
     return replace(levels, scale=torch.where(scale > 0, scale, levels.scale))  # type: ignore[type-var]
 
 

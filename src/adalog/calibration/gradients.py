@@ -62,24 +62,24 @@ def noise_probe(generator: torch.Generator) -> Probe:
     return probe
 
 
-def distance_gradient(outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> Sequence[Tensor]:
+def distance_gradient(outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the gradient of the distance to the float network's outputs with respect to other outputs.
 
     The distance is KL(softmax(wanted) || softmax(y)) if the only output is (B, classes), and half the squared distance
     otherwise.
     """
     if _is_scores(outputs):
-        return [outputs[0].detach().softmax(-1) - wanted[0].softmax(-1)]
-    return [value.detach() - exact for value, exact in zip(outputs, wanted, strict=True)]
+        return [outputs[0].detach().softmax(-1) - targets[0].softmax(-1)]
+    return [value.detach() - exact for value, exact in zip(outputs, targets, strict=True)]
 
 
-def mean_distance(outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
+def mean_distance(outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
     """Return the distance to the float network's outputs, averaged over images or, if it is squared, over values."""
     if _is_scores(outputs):
-        exact = wanted[0].log_softmax(-1)
+        exact = targets[0].log_softmax(-1)
         return (exact.exp() * (exact - outputs[0].log_softmax(-1))).sum(-1).mean()
-    pairs = [pair for pair in zip(outputs, wanted, strict=True) if pair[1].is_floating_point()]
-    return sum(((value - exact).square().mean() for value, exact in pairs), torch.zeros((), device=wanted[0].device))
+    pairs = [pair for pair in zip(outputs, targets, strict=True) if pair[1].is_floating_point()]
+    return sum(((value - exact).square().mean() for value, exact in pairs), torch.zeros((), device=targets[0].device))
 
 
 def gradient_probe(gradient: Tensor) -> Probe:
@@ -115,21 +115,21 @@ def squared_gradients(
     statistics = {ref.name for node in program.nodes if node.op in _NORMALISED for ref in node.args[3:5] if ref}
     leaves = {name: value.detach() if name in statistics else _leaf(value) for name, value in program.tensors.items()}
     free, values = replace(program, tensors=leaves), Values(program, images)
-    traced, count = values.shapes, values.count
+    shapes, count = values.shapes, values.count
     names = [
         name
-        for name, value in traced.items()
+        for name, value in shapes.items()
         if name in names and isinstance(value, Tensor) and value.is_floating_point()
     ]
     dimensions = _image_dimensions(values, names)
     draw = few = count if dimensions is None else BATCH
-    made = _bytes_made(program, traced)
+    sizes = _bytes_made(program, shapes)
     if dimensions is not None:
-        few = min(draw, max(1, _BATCH_BYTES * count // max(1, sum(made))))
+        few = min(draw, max(1, _BATCH_BYTES * count // max(1, sum(sizes))))
     batch = max(draw, _BATCH_OF_ACCELERATOR) if waits_for_launches(images[0].device) and few == draw else few
     if dimensions is None:  # a value that no image reaches would be computed in several stretches
         memory = None
-    ends = _ends(program, traced, made, None if memory is None else memory * count // min(batch, count))
+    ends = _ends(program, shapes, sizes, None if memory is None else memory * count // min(batch, count))
     # Large values are reduced after each probe, which saves memory. The last bits differ from a reduction at the end,
     # so all others are reduced at the end.
     each, whole = (reduced, _unchanged) if few < draw else (_unchanged, reduced)
@@ -155,33 +155,33 @@ def _unchanged(_: str, squares: Tensor) -> Tensor:
     return squares
 
 
-def _bytes_made(program: Program, traced: Mapping[str, Any]) -> list[int]:
+def _bytes_made(program: Program, shapes: Mapping[str, Any]) -> list[int]:
     """Return the bytes of the values that each node of a program makes; a view counts with the value that it views."""
-    seen, made = set[int](), []
+    storages, sizes = set[int](), []
     for node in program.nodes:
-        values = [leaf for leaf in leaves_of(traced[node.name]) if isinstance(leaf, Tensor)]
+        values = [leaf for leaf in leaves_of(shapes[node.name]) if isinstance(leaf, Tensor)]
         new = {storage._cdata: storage.nbytes() for value in values if (storage := value.untyped_storage())}
-        made.append(sum(size for key, size in new.items() if key not in seen))
-        seen.update(new)
-    return made
+        sizes.append(sum(size for key, size in new.items() if key not in storages))
+        storages.update(new)
+    return sizes
 
 
-def _ends(program: Program, traced: Mapping[str, Any], made: Sequence[int], memory: int | None) -> list[int]:
+def _ends(program: Program, shapes: Mapping[str, Any], sizes: Sequence[int], memory: int | None) -> list[int]:
     """Return the numbers of nodes after which the stretches of a program end; there is one stretch if memory suffices.
 
-    Each stretch makes values of up to a batch's share of the memory, and ends where later ones need few bytes. made:
+    Each stretch makes values of up to a batch's share of the memory, and ends where later ones need few bytes. sizes:
     from `_bytes_made`.
     """
     count, ends, start = len(program.nodes), list[int](), 0
-    if memory is None or sum(made) <= memory:
+    if memory is None or sum(sizes) <= memory:
         return [count]
 
     lives = _lives(program)
-    passed = live_bytes(lives, {name: passed_bytes(traced[name]) for name in lives}, count)
+    costs = live_bytes(lives, {name: passed_bytes(shapes[name]) for name in lives}, count)
     for index in range(count):
-        if sum(made[start : index + 1]) > batch_bytes(memory) and index > start:
-            end = min(range((start + index) // 2 + 1, index + 1), key=lambda end: (passed[end], -end))
-            if passed[end] < NEVER:
+        if sum(sizes[start : index + 1]) > batch_bytes(memory) and index > start:
+            end = min(range((start + index) // 2 + 1, index + 1), key=lambda end: (costs[end], -end))
+            if costs[end] < NEVER:
                 ends.append(end)
                 start = end
     return [*ends, count]
@@ -208,13 +208,13 @@ def _squares_of_batch(
     serves its backward. Others run twice, so that one is held at a time.
     """
     squares, chunks, lives = dict[str, Tensor](), [images], _lives(free)
-    passed = [[name for name, life in lives.items() if end in life] for end in ends[:-1]]
-    passed.append(list(dict.fromkeys(refs_of(free.output))))
-    for wanted in passed[:-1]:
-        result, _ = _stretch(values, free, chunks[-1], wanted, ())
+    borders = [[name for name, life in lives.items() if end in life] for end in ends[:-1]]
+    borders.append(list(dict.fromkeys(refs_of(free.output))))
+    for border in borders[:-1]:
+        result, _ = _stretch(values, free, chunks[-1], border, ())
         chunks.append({**chunks[0], **{name: _detach(value) for name, value in result.items()}})
         del result
-    result, kept = _stretch(values, free, chunks[-1], passed[-1], names)
+    result, kept = _stretch(values, free, chunks[-1], borders[-1], names)
     outputs = [value for value in leaves_of(evaluate(free.output, result)) if _has_gradient(value)]
     if not outputs:
         raise CalibrationError(
@@ -222,7 +222,7 @@ def _squares_of_batch(
         )
     given = slopes(outputs)
     probes = len(given)
-    for index in reversed(range(len(passed))):
+    for index in reversed(range(len(borders))):
         starts = {name: value for name, value in chunks[index].items() if name not in images}
         starts = {name: value for name, value in starts.items() if _has_gradient(value)}
         squares |= {name: reduced(name, torch.zeros_like(value)) for name, value in kept.items()}
@@ -230,16 +230,16 @@ def _squares_of_batch(
         inputs, following = [*starts.values(), *reached.values()], list[Sequence[Tensor | None]]()
         for number, gradients in enumerate(given if inputs and outputs else ()):
             more = number + 1 < len(given)
-            found = list(torch.autograd.grad(outputs, inputs, gradients, retain_graph=more, allow_unused=True))
+            gradients_in = list(torch.autograd.grad(outputs, inputs, gradients, retain_graph=more, allow_unused=True))
             for name in reversed(reached):
-                gradient = found.pop()  # so that it is freed before the next one is squared
+                gradient = gradients_in.pop()  # so that it is freed before the next one is squared
                 if gradient is not None:
                     squares[name] += reduced(name, gradient.square() / probes)
-            following.append(found)
+            following.append(gradients_in)
         if index:
             chunks.pop()
             del result, kept, reached, outputs, inputs
-            result, kept = _stretch(values, free, chunks[-1], passed[index - 1], names)
+            result, kept = _stretch(values, free, chunks[-1], borders[index - 1], names)
             used = [place for place, name in enumerate(starts) if following and following[0][place] is not None]
             outputs = [result[name] for place, name in enumerate(starts) if place in used]
             given = [[gradient for gradient in found if gradient is not None] for found in following]

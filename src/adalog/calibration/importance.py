@@ -61,9 +61,9 @@ def row_weights(
     return weights
 
 
-def _average_over_images(values: Tensor, dim: int, each: int) -> Tensor:
-    """Average over the images, which have `each` entries in this dimension; keep the shape."""
-    parts = values.unflatten(dim, (-1, each))
+def _average_over_images(values: Tensor, dim: int, entries: int) -> Tensor:
+    """Average over the images, which have this many `entries` in the dimension; keep the shape."""
+    parts = values.unflatten(dim, (-1, entries))
     return parts.mean(dim, keepdim=True).expand_as(parts).flatten(dim, dim + 1)
 
 

@@ -58,13 +58,13 @@ def output_errors(
     linears = {node.name for node in program.nodes if node.op == "aten.linear.default"}
 
     def errors(candidate: Program) -> dict[str, float]:
-        found: dict[str, list[float]] = {}
-        for (name, value), (_, wanted) in zip(run(candidate), exact, strict=True):
+        losses: dict[str, list[float]] = {}
+        for (name, value), (_, target) in zip(run(candidate), exact, strict=True):
             logits = name in linears and value.ndim == 2 and value.shape[1] > 1
             kind, measure = ("kl", logit_error) if logits else ("relative", relative_error)
-            error = measure(value.reshape(len(value), -1), wanted.reshape(len(value), -1))
-            found.setdefault(kind, []).append(error if math.isfinite(error) else math.inf)
-        return {kind: sum(values) / len(values) for kind, values in found.items()}
+            error = measure(value.reshape(len(value), -1), target.reshape(len(value), -1))
+            losses.setdefault(kind, []).append(error if math.isfinite(error) else math.inf)
+        return {kind: sum(values) / len(values) for kind, values in losses.items()}
 
     return [errors(candidate) for candidate in candidates]
 
@@ -98,6 +98,6 @@ def relative_error(values: Tensor, exact: Tensor) -> float:
     """Return |factor * values - exact|^2 / |exact|^2 with the best positive factor: at most 1."""
     values, exact = values.double(), exact.double()
     sums = (values * exact).sum(), values.square().sum(), exact.square().sum()
-    along, power, wanted = torch.stack(sums).tolist()
-    powers = power * wanted
+    along, power, target_power = torch.stack(sums).tolist()
+    powers = power * target_power
     return 1 - max(0.0, along) ** 2 / powers if powers > 0 else float(not torch.equal(values, exact))

@@ -129,9 +129,11 @@ class Observations:
 
     def _divide(self, requests: Sequence[Request], memory: int) -> list[_Stage]:
         every = frozenset[str]().union(*(request.names for request in requests))
-        made = [self._shapes[name].untyped_storage() for name in every if self._home[name]]
-        held = {storage._cdata: storage.nbytes() for storage in made}
-        if sum(held.values()) <= memory and all(each.scratch <= memory and each.stride == 1 for each in requests):
+        storages = [self._shapes[name].untyped_storage() for name in every if self._home[name]]
+        sizes = {storage._cdata: storage.nbytes() for storage in storages}
+        if sum(sizes.values()) <= memory and all(
+            request.scratch <= memory and request.stride == 1 for request in requests
+        ):
             return [_Stage(every, 1, False, max(self._home[name] for name in every))]
         limit = held_bytes(memory)
         stages: list[_Stage] = []
@@ -152,16 +154,16 @@ class Observations:
             least = max(1, -(-self._bytes(request.names) // max(limit, 1)), -(-request.scratch // max(memory, 1)))
             each, most = (1, 1) if max(least, request.stride) == 1 else self._possible(request)
             if least > most:
-                whole = max(memory_to_hold(self._bytes(request.names)), request.scratch)
-                short.append((2 * (whole // most + 4), request))
+                size = max(memory_to_hold(self._bytes(request.names)), request.scratch)
+                short.append((2 * (size // most + 4), request))
             else:
                 strides.append(coprime(max(least, min(request.stride, most)), each))
         if short:
             enough, request = max(short, key=lambda pair: pair[0])
-            shown = " and ".join(str(tuple(self._shapes[name].shape)) for name in sorted(request.names))
+            shapes = " and ".join(str(tuple(self._shapes[name].shape)) for name in sorted(request.names))
             raise ValueError(
-                f"memory = {2 * memory:,} bytes is too little for {request.site}, which reads values of shape {shown}: "
-                f"use {enough:,} bytes or more"
+                f"memory = {2 * memory:,} bytes is too little for {request.site}, which reads values of shape "
+                f"{shapes}: use {enough:,} bytes or more"
             )
         return strides
 
@@ -171,11 +173,11 @@ class Observations:
         rows = min(value[..., 0].numel() for value in shapes.values())
         places = [(shapes[name].ndim - axis[0], axis[1]) for name in shapes if (axis := self._all.axes.get(name))]
         if request.by_row:
-            each = math.prod(max(1, value[..., 0].numel() // self._all.count) for value in shapes.values())
+            entries = math.prod(max(1, value[..., 0].numel() // self._all.count) for value in shapes.values())
         else:
-            each = places[0][1] if len(set(places)) == 1 else 0  # gcd(n, 0) is n, so 0 allows only stride 1
-        return each, next(
-            stride for stride in range(rows // min(rows, LEAST_ROWS), 0, -1) if math.gcd(stride, each) == 1
+            entries = places[0][1] if len(set(places)) == 1 else 0  # gcd(n, 0) is n, so 0 allows only stride 1
+        return entries, next(
+            stride for stride in range(rows // min(rows, LEAST_ROWS), 0, -1) if math.gcd(stride, entries) == 1
         )
 
     def _with_cuts(self, stages: Sequence[_Stage], memory: int) -> list[_Stage]:
@@ -189,18 +191,18 @@ class Observations:
             for name in later & self._lives.keys():
                 life = self._lives[name]
                 self._lives[name] = range(life.start, max(life.stop, first + 1))
-        passed = {name: passed_bytes(self._shapes[name]) for name in self._lives}
-        live = live_bytes(self._lives, passed, len(self._program.nodes))
+        sizes = {name: passed_bytes(self._shapes[name]) for name in self._lives}
+        live = live_bytes(self._lives, sizes, len(self._program.nodes))
         cuts = [min(gap, key=lambda position: live[position]) for gap in gaps]
-        kept = [live[cut] < NEVER and live[cut] <= held_bytes(memory) for cut in cuts[:-1]] + [False]
+        fits = [live[cut] < NEVER and live[cut] <= held_bytes(memory) for cut in cuts[:-1]] + [False]
         # A batch's values while it runs, the values that it starts from, and the values that are taken from it.
         peak = peak_bytes(self._program, self._shapes, self._lives)
-        peak += max(live[cut] if keep else 0 for cut, keep in zip(cuts, kept, strict=True))
+        peak += max(live[cut] if keep else 0 for cut, keep in zip(cuts, fits, strict=True))
         peak += max(self._bytes(stage.names) for stage in stages)
         self._batch = batch_that_fits(self._batch, peak, memory, least=2)
         return [
             replace(stage, end=end, cut=cut if keep else None)
-            for stage, end, cut, keep in zip(stages, ends, cuts, kept, strict=True)
+            for stage, end, cut, keep in zip(stages, ends, cuts, fits, strict=True)
         ]
 
     def _bytes(self, names: Iterable[str]) -> int:
@@ -208,8 +210,8 @@ class Observations:
 
     def _live(self, position: int) -> list[str]:
         """Return the tensors of earlier nodes that nodes from this position on read, or that later stages hold."""
-        made = [name for name, life in self._lives.items() if position in life]
-        return [name for name in made if isinstance(self._shapes[name], Tensor)]
+        names = [name for name, life in self._lives.items() if position in life]
+        return [name for name in names if isinstance(self._shapes[name], Tensor)]
 
     # --- run of a stage ---
 
@@ -219,8 +221,8 @@ class Observations:
         self._values, self._now = {}, None
         chunks = (self._checkpoint if number >= self._checkpoint[0] else self._beginning)[2]
         live = [] if stage.cut is None else self._live(stage.cut)
-        made = [name for name in stage.names if self._home[name]]
-        apart = self._batch < self._all.count and self._all.keeps_apart(chunks[0], {*made, *live})
+        names = [name for name in stage.names if self._home[name]]
+        apart = self._batch < self._all.count and self._all.keeps_apart(chunks[0], {*names, *live})
         if not apart:
             started = chunks[0].keys() - images.keys()
             chunks = [images | self._all.join(chunks, started, self._all.count)] if len(chunks) > 1 else chunks
@@ -234,13 +236,13 @@ class Observations:
         before = 0
         while queue:
             chunk = queue.popleft()
-            result = self._run(chunk, {*made, *live})
+            result = self._run(chunk, {*names, *live})
             if stage.cut is not None:
                 following.append({name: chunk[name] for name in images})
                 for name in live:
                     shared = apart and self._all.axes[name] is None and before
                     following[-1][name] = following[0][name] if shared else in_own_memory(result[name])
-            for name in made:
+            for name in names:
                 self._place(name, result.pop(name), stage, before, apart, values)
             before += self._all.count_of(chunk)
             del result  # free it before the next batch runs
@@ -257,7 +259,7 @@ class Observations:
                 checks.append((node, torch.isfinite(result).all()))
 
         result = self._all.compute(chunk, names, watch=check)
-        finite = torch.stack([each for _, each in checks]).tolist() if checks else []
+        finite = torch.stack([check for _, check in checks]).tolist() if checks else []
         for (node, _), is_finite in zip(checks, finite, strict=True):
             if not is_finite:
                 raise CalibrationError(
@@ -281,11 +283,11 @@ class Observations:
         """
         if stage.stride == 1 or (counted := self._counted(name, stage)) is None:
             return value
-        dim, each = counted
+        dim, entries = counted
         if stage.by_row:
             axis = self._all.axes.get(name)
             value = value.movedim(axis[0] if axis else 0, 0).reshape(-1, value.shape[-1])
-        return value[(slice(None),) * dim + (slice(-before * each % stage.stride, None, stage.stride),)]
+        return value[(slice(None),) * dim + (slice(-before * entries % stage.stride, None, stage.stride),)]
 
     def _place(self, name: str, value: Tensor, stage: _Stage, before: int, apart: bool, values: Chunk) -> None:
         """Copy the kept part of a batch's value to its place in the value of all images."""
@@ -293,14 +295,14 @@ class Observations:
         if not apart or (counted := self._counted(name, stage)) is None:  # it already covers all images
             values[name] = piece if stage.stride == 1 else piece.clone()
             return
-        dim, each = counted
+        dim, entries = counted
         if name not in values and stage.stride == 1:  # the memory layout of all images at once
             values[name] = torch.empty_like(self._shapes[name], device=piece.device)
         elif name not in values:
             shape = list(piece.shape)
-            shape[dim] = -(-self._all.count * each // stage.stride)
+            shape[dim] = -(-self._all.count * entries // stage.stride)
             values[name] = piece.new_empty(shape)
-        values[name].narrow(dim, -(-before * each // stage.stride), piece.shape[dim]).copy_(piece)
+        values[name].narrow(dim, -(-before * entries // stage.stride), piece.shape[dim]).copy_(piece)
 
 
 def _homes(program: Program) -> dict[str, int]:

@@ -54,14 +54,16 @@ def choices_of(group: SiteGroup, config: Config) -> Config:
 
 def moved_by(groups: Iterable[SiteGroup], config: Config) -> dict[str, str]:
     """Return the sites that take bits pinned for another site, each with the name of that other site."""
-    moved = {}
+    owners = {}
     for group in groups:
         for site in group.sites:
             if config.for_sites([site.name]) != choices_of(group, config):  # a pattern matches only another site
                 patterns = [pattern for pattern, _ in config.pinned if not fnmatchcase(site.name, pattern)]
-                matching = (name for each in reversed(patterns) for name in together(group) if fnmatchcase(name, each))
-                moved[site.name] = next(matching)
-    return moved
+                matching = (
+                    name for pattern in reversed(patterns) for name in together(group) if fnmatchcase(name, pattern)
+                )
+                owners[site.name] = next(matching)
+    return owners
 
 
 def operand_kinds(role: str, source: str) -> tuple[OperandKind, OperandKind]:
@@ -108,7 +110,7 @@ def rarely_uniform(site: Site) -> bool:
 def operands_of(
     program: Program,
     group: SiteGroup,
-    seen: Mapping[str, Tensor],
+    values: Mapping[str, Tensor],
     config: Config,
     fold: Fold | None,
     activation: Format,
@@ -119,9 +121,9 @@ def operands_of(
     """
     site = group.first
     if site.role in ("qk", "av"):
-        x = seen[site.left]
+        x = values[site.left]
         own = [(1,) if config.per_head and name in site.headed else () for name in (site.left, site.right)]
-        right = seen[site.right].transpose(-1, -2).contiguous()
+        right = values[site.right].transpose(-1, -2).contiguous()
         lead = torch.broadcast_shapes(x.shape[:-2], right.shape[:-2])
         x, right = (value.expand(*lead, *value.shape[-2:]) for value in (x, right))
         if site.role == "qk":
@@ -131,7 +133,7 @@ def operands_of(
             right, uniform_format(config.activation_bits, config, *own[1]), alike=alike
         )
     weights = [program.tensors[member.right] for member in group.sites]
-    inputs = [seen[name] for name in dict.fromkeys(group.read)]
+    inputs = [values[name] for name in dict.fromkeys(group.read)]
     if site.role == "conv":
         return _conv_operands(site, inputs, weights[0], activation, config)
     weight = torch.cat(weights)
@@ -160,9 +162,9 @@ def in_shape_of_product(program: Program, group: SiteGroup, values: Mapping[str,
 
     values: by the name of the multiplication's node, for example squared gradients.
     """
-    site, found = group.first, dict[str, Tensor]()  # by input, which the product holds once
+    site, outputs = group.first, dict[str, Tensor]()  # by input, which the product holds once
     for call in group.calls:
-        results = [values[each.node.name] for each in call]
+        results = [values[site.node.name] for site in call]
         if site.role == "linear":
             rows = torch.cat([value.flatten(0, -2) for value in results], dim=-1)
         elif site.role == "conv":
@@ -171,9 +173,9 @@ def in_shape_of_product(program: Program, group: SiteGroup, values: Mapping[str,
             rows = _conv_rows(images, len(results[0]), _overlap(site, program.tensors[site.right]))
         else:
             rows = results[0]
-        before = found.get(call[0].left)
-        found[call[0].left] = rows if before is None else before + rows
-    return join(list(found.values()), dim=-2)
+        before = outputs.get(call[0].left)
+        outputs[call[0].left] = rows if before is None else before + rows
+    return join(list(outputs.values()), dim=-2)
 
 
 def why_unfolded(
@@ -183,8 +185,8 @@ def why_unfolded(
 
     head: the nodes of the last block.
     """
-    read = (shapes[site.left] for site in sites if site.name in pair.sites)  # none of them is called several times
-    rows = min(x[..., 0].numel() for x in read)  # a head may read only one token per image
+    inputs = (shapes[site.left] for site in sites if site.name in pair.sites)  # none of them is called several times
+    rows = min(x[..., 0].numel() for x in inputs)  # a head may read only one token per image
     if config.activation_bits == FLOAT_BITS:
         return "its linears take float activations"
     refused = config.search.refuses_fold(config.weight_bits, config.activation_bits)
@@ -203,14 +205,14 @@ def request_of(program: Program, group: SiteGroup, sites: Sequence[Site], shapes
     sites: all sites of the program. shapes: every value of the program without data, from `trace`.
     """
     products = [] if group.pair is None else list(group.pair.sites)
-    read = {*group.read} | {site.left for site in sites if site.name in products}
+    names = {*group.read} | {site.left for site in sites if site.name in products}
     if group.first.role in ("qk", "av"):
-        read.add(group.first.right)
-    users = (site for site in sites for call in site.calls if not read.isdisjoint((call.left, call.right)))
+        names.add(group.first.right)
+    users = (site for site in sites for call in site.calls if not names.isdisjoint((call.left, call.right)))
     by_row = all(site.role == "linear" for site in users)
     scratch = _product_elements(program, group, shapes) * _BYTES_PER_ELEMENT
     stride = max(1, _product_rows(program, group, shapes) // _ROWS)
-    return Request(group.name, frozenset(read), by_row, scratch, stride)
+    return Request(group.name, frozenset(names), by_row, scratch, stride)
 
 
 def _product_rows(program: Program, group: SiteGroup, shapes: Mapping[str, Tensor]) -> int:
@@ -220,7 +222,7 @@ def _product_rows(program: Program, group: SiteGroup, shapes: Mapping[str, Tenso
         rows = sum(shapes[call.node.name][:, 0].numel() for call in site.calls)
         return rows // max(1, _overlap(site, program.tensors[site.right]))
     heads = inputs[0].shape[-3] if site.left in site.headed else 1
-    return sum(each[..., 0].numel() for each in inputs) // heads
+    return sum(value[..., 0].numel() for value in inputs) // heads
 
 
 def _product_elements(program: Program, group: SiteGroup, shapes: Mapping[str, Tensor]) -> int:
@@ -230,10 +232,10 @@ def _product_elements(program: Program, group: SiteGroup, shapes: Mapping[str, T
     if site.role == "linear":
         columns = sum(len(program.tensors[member.right]) for member in group.sites)
     elif site.role == "conv":
-        return int(sum(each.numel() for each in inputs))
+        return int(sum(value.numel() for value in inputs))
     else:
         columns = shapes[site.right].shape[-1]
-    return int(sum(each[..., 0].numel() for each in inputs) * max(x.shape[-1], columns))
+    return int(sum(value[..., 0].numel() for value in inputs) * max(x.shape[-1], columns))
 
 
 def _conv_operands(
@@ -311,14 +313,14 @@ def _conv_rows(images: Iterable[Tensor], batch: int, overlap: int) -> Tensor:
     for index, image in enumerate(images):
         groups, height, width, *rest = image.shape
         step = coprime(max(1, min(overlap, batch * height * width // 1024)), height * width)
-        kept = torch.arange(index % step, height * width, step, device=image.device)
+        places = torch.arange(index % step, height * width, step, device=image.device)
         if not index:
-            total = sum(-(-(height * width - other % step) // step) for other in range(batch))
+            total = sum(-(-(height * width - start % step) // step) for start in range(batch))
             result = image.new_empty(groups, total, math.prod(rest))
-        place = result[:, start : start + len(kept)]
+        place = result[:, start : start + len(places)]
         if step == 1:
             place.view(image.shape).copy_(image)
         else:
-            place.view(groups, len(kept), *rest).copy_(image[:, kept // width, kept % width])
-        start += len(kept)
+            place.view(groups, len(places), *rest).copy_(image[:, places // width, places % width])
+        start += len(places)
     return result if len(result) > 1 else result[0]

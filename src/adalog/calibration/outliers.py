@@ -88,7 +88,7 @@ def find_values(program: Program, sites: Sequence[Site], example: Sequence[Tenso
     attentions = [site for site in sites if site.role == "av" and not site.again]
     if not attentions:
         return []
-    traced, readers = trace(program, example, 1), program.consumers()
+    shapes, readers = trace(program, example, 1), program.consumers()
     makers = {node.name: node for node in program.nodes}
     outputs = set(refs_of(program.output))
     shared = outputs.union(name for name, nodes in readers.items() if len(nodes) > 1)
@@ -115,11 +115,11 @@ def find_values(program: Program, sites: Sequence[Site], example: Sequence[Tenso
             name = makers[name].args[0].name
         if name not in linears:
             continue
-        views = channels_in_views(name, traced, readers)
+        views = channels_in_views(name, shapes, readers)
         numbers = next(numbers for view, numbers in views if view == site.right)
         channels = numbers[..., :1, :]
-        attended = channels.expand(traced[site.node.name].shape)
-        reader, inputs = end_of(channels_in_views(site.node.name, traced, readers, attended), channels)
+        attended = channels.expand(shapes[site.node.name].shape)
+        reader, inputs = end_of(channels_in_views(site.node.name, shapes, readers, attended), channels)
         columns = inputs.flatten(0, -2)[0]
         apart = bool((numbers == channels).all()) and bool((inputs == columns).all())
         if apart and end_of(views, channels)[0] is site.node and reader is not None and reader.name in linears:
@@ -148,7 +148,7 @@ def _steps(values: _AttentionValues, program: Program, ranges: Tensor) -> Tensor
     least = torch.finfo(ranges.dtype).tiny
     for head in heads:
         largest = torch.where(values.columns[:, None] == head, weight[:, None], 0).amax(0)
-        wide, heavy = (each / each.median().clamp(min=least) for each in (ranges[head], largest))
+        wide, heavy = (spread / spread.median().clamp(min=least) for spread in (ranges[head], largest))
         step = ((wide / heavy.clamp(min=least)).clamp(min=least).log2() / 2).round().clamp(0, 16)
         steps[head] = torch.where(wide >= _OUTLIER, step, 0).to(torch.int32)
     return steps
@@ -160,7 +160,7 @@ def _error(values: _AttentionValues, program: Program, attention: Tensor, v: Ten
     weight = torch.ldexp(program.tensors[values.reader.args[1].name], steps[values.columns])
     power = torch.zeros(len(steps), dtype=weight.dtype, device=weight.device)
     inside, of_weight = (
-        power.index_add(0, values.columns, each.square().sum(0)) for each in (weight, _rounding(weight, (1,)))
+        power.index_add(0, values.columns, matrix.square().sum(0)) for matrix in (weight, _rounding(weight, (1,)))
     )
     v = torch.ldexp(v, -step)
     attended = attention @ v

@@ -49,8 +49,8 @@ class Partial:
 
         The name of a search is the name of its group.
         """
-        found = self._found.get(name)
-        return None if found is None else found.to(torch.device(device))
+        line = self._found.get(name)
+        return None if line is None else line.to(torch.device(device))
 
     def add(self, name: str, assignment: Assignment) -> None:
         """Append the assignment of this name to the file."""

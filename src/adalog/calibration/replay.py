@@ -62,8 +62,8 @@ def random_mask(values: Tensor, drop: float, generator: torch.Generator | None) 
     """
     words = torch.empty(-(-values.numel() // 4), dtype=torch.int64, device=values.device)
     draws = words.random_(-(2**63), None, generator=generator).view(torch.int16)[: values.numel()]
-    kept = torch.empty(values.shape, dtype=values.dtype, device=values.device)
-    return torch.le(draws.view(values.shape), math.ceil(drop * 2**16) - 2**15 - 1, out=kept)
+    mask = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    return torch.le(draws.view(values.shape), math.ceil(drop * 2**16) - 2**15 - 1, out=mask)
 
 
 class Replay:

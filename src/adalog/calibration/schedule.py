@@ -99,8 +99,8 @@ def assignment_codec(device: torch.device) -> Codec[Assignment]:
 def assignments_codec(device: torch.device) -> Codec[list[Assignment]]:
     """Return the encoding for lists of assignments; see `assignment_codec`."""
     return Codec(
-        lambda assigned: json.dumps([assignment_json(each) for each in assigned]).encode(),
-        lambda name, content: [assignment_of(name, each).to(device) for each in json.loads(content)],
+        lambda assigned: json.dumps([assignment_json(assignment) for assignment in assigned]).encode(),
+        lambda name, content: [assignment_of(name, line).to(device) for line in json.loads(content)],
     )
 
 
@@ -152,12 +152,12 @@ def run_searches(
     """
     scratch, ranks = Scratch(memory), resources.ranks
     total = sum(work_of[group.name] for split in splits for stack in split for group in stack)
-    found = dict[str, Assignment]()
+    assignments = dict[str, Assignment]()
 
     def report(names: Iterable[str]) -> None:
-        waiting = next((name for name in names if name not in found), None)
+        waiting = next((name for name in names if name not in assignments), None)
         if waiting is not None:
-            resources.report(sum(work_of[name] for name in list(found)), total, waiting)
+            resources.report(sum(work_of[name] for name in list(assignments)), total, waiting)
 
     for split in splits:
 
@@ -168,10 +168,10 @@ def run_searches(
         members = {name: [group.name for group in stack] for name, stack in stacks.items()}
         names = list(chain.from_iterable(members.values()))
         stored = {name: each for name in names if partial and (each := partial.get(name, device))}
-        found.update({name: known[name] for name in names if name in known} | stored)
+        assignments.update({name: known[name] for name in names if name in known} | stored)
         for name in names:
-            if partial is not None and ranks.first and name in found and name not in stored:
-                partial.add(name, found[name])
+            if partial is not None and ranks.first and name in assignments and name not in stored:
+                partial.add(name, assignments[name])
 
         def find(first: str, stacks: Mapping[str, Sequence[SiteGroup]] = stacks) -> list[Assignment]:
             with scratch.reserve(size(stacks[first])):
@@ -185,17 +185,17 @@ def run_searches(
             names: Iterable[str] = names,
         ) -> None:
             for name, assignment in zip(members[first], assigned, strict=True):
-                found[name] = assignment
+                assignments[name] = assignment
                 if partial is not None and own:
                     partial.add(name, assignment)
             report(names)
 
         report(names)
-        whole = [first for first, group_names in members.items() if found.keys() >= {*group_names}]
-        done = {first: [found[name] for name in members[first]] for first in whole}
+        complete = [first for first, group_names in members.items() if assignments.keys() >= {*group_names}]
+        done = {first: [assignments[name] for name in members[first]] for first in complete}
         shared = ranks.share(
             list(stacks), find, coded=assignments_codec(device), threads=resources.jobs, known=done, finished=finish
         )
         for first, assigned in shared.items():
-            found.update(zip(members[first], assigned, strict=True))
-    return found
+            assignments.update(zip(members[first], assigned, strict=True))
+    return assignments

@@ -74,18 +74,18 @@ class ProductFields:
 
         names: the names of the values that the group's search reads.
         """
-        needs, found = config.search.needs, dict[str, Any]()
+        needs, fields = config.search.needs, dict[str, Any]()
         if needs.probes:
             gradients = self.squared_gradients(needs.probes, noise=needs.noise)
             values = {
-                each.node.name: self._observed.alike(each.left, names, gradients[each.node.name])
+                site.node.name: self._observed.alike(site.left, names, gradients[site.node.name])
                 for call in group.calls
-                for each in call
+                for site in call
             }
-            found["weights"] = in_shape_of_product(self._program, group, values)
+            fields["weights"] = in_shape_of_product(self._program, group, values)
         if needs.row_splits:
-            found["row_splits"] = self._row_splits(group)
-        return found
+            fields["row_splits"] = self._row_splits(group)
+        return fields
 
     def rows(self, group: SiteGroup, names: Collection[str], config: Config) -> Tensor | None:
         """Return the numbers of the rows of a group's left operand with which a search counts them by importance.
@@ -98,23 +98,23 @@ class ProductFields:
         if weights is None:
             return None
         values = {
-            each.node.name: self._observed.alike(each.left, names, weights[each.node.name])
+            site.node.name: self._observed.alike(site.left, names, weights[site.node.name])
             for call in group.calls
-            for each in call
+            for site in call
         }
         if group.first.role == "conv":
             channels = len(self._program.tensors[group.first.right])
             values = {name: value.expand(-1, channels, -1, -1) for name, value in values.items()}
-        found = in_shape_of_product(self._program, group, values).mean(-1)
-        return resample(found.mean(0) if group.first.role == "conv" and found.ndim > 1 else found)
+        importance = in_shape_of_product(self._program, group, values).mean(-1)
+        return resample(importance.mean(0) if group.first.role == "conv" and importance.ndim > 1 else importance)
 
     def row_weights(self, power: float) -> dict[str, Tensor] | None:
         """Return the weights of the rows of every site's output: `importance.row_weights`."""
         key = ("importance", power)
         if key not in self._found:
             self._found[key] = row_weights(self._program, self._images, self._groups, power, self._seed, self._memory)
-        found: dict[str, Tensor] | None = self._found[key]
-        return found
+        weights: dict[str, Tensor] | None = self._found[key]
+        return weights
 
     def order(self, config: Config) -> Config | None:
         """Return a cache key: the config if sites are calibrated in sequence, else None."""
@@ -130,39 +130,39 @@ class ProductFields:
             self._in_order = config, observe(self._program, self._images, self._groups, search)
         return self._in_order[1]
 
-    def _search(self, config: Config, group: SiteGroup, seen: Mapping[str, Tensor]) -> Assignment:
+    def _search(self, config: Config, group: SiteGroup, operands: Mapping[str, Tensor]) -> Assignment:
         """Search the quantizers of a group on these operands, before its norm is folded.
 
         Each channel of a norm that will be folded has its own quantizer (RepQ-ViT).
         """
-        choices, tried = choices_of(group, config), []
+        choices, assignments = choices_of(group, config), []
         formats = formats_of(group.first, choices)
         if group.pair is not None and not self._unfolded(group.pair, choices):
             formats = [UniformFormat(choices.activation_bits, own_dims=(1,))]
         for activation in formats:
-            product = Product(group.first.role, *operands_of(self._program, group, seen, choices, None, activation))
-            tried.append(with_table(product, choices.search.search_product(product), choices.tables))
-        return max(tried, key=lambda each: each.sqnr)
+            product = Product(group.first.role, *operands_of(self._program, group, operands, choices, None, activation))
+            assignments.append(with_table(product, choices.search.search_product(product), choices.tables))
+        return max(assignments, key=lambda assignment: assignment.sqnr)
 
     def squared_gradients(self, probes: int, *, noise: bool = False) -> dict[str, Tensor]:
         """Return squared gradients of the loss with respect to each site's and block's output, by output name."""
         key = ("gradients", probes, noise)
         if key not in self._found:
             generator = torch.Generator().manual_seed(self._seed)
-            drawn = [noise_probe(generator)] if noise else [hessian_probe(generator)] * probes
-            given = drawn if self._probe is None else [gradient_probe(self._probe)]
+            random_probes = [noise_probe(generator)] if noise else [hessian_probe(generator)] * probes
+            given = random_probes if self._probe is None else [gradient_probe(self._probe)]
             sites = {name for group in self._groups for name in group.nodes}
             names = sites | {block.value_out for block in self._blocks}
             self._found[key] = squared_gradients(self._program, self._images, names, given, memory=self._memory)
-        found: dict[str, Tensor] = self._found[key]
-        return found
+        squares: dict[str, Tensor] = self._found[key]
+        return squares
 
     def _all_row_splits(self) -> dict[str, Tensor]:
         if "row splits" not in self._found:
             sites = [site for group in self._groups for site in group.sites]
             self._found["row splits"] = find_splits(self._program, sites, take(self._images, [0, 1]))
-        found: dict[str, Tensor] = self._found["row splits"]
-        return found
+        splits: dict[str, Tensor] = self._found["row splits"]
+        return splits
 
     def _row_splits(self, group: SiteGroup) -> Tensor | None:
         """Return the split of each row of the group's weight, (O,); the rows of one split share a scale.

@@ -22,11 +22,11 @@ Judge = Callable[[SiteGroup, Assignment], Assignment]  # measures the SQNR of an
 
 def check_images(config: Config, unlabelled: Sequence[Tensor]) -> None:
     """Raise CalibrationError if there are fewer images than the stages fit."""
-    wanted, found = config.images_fitted, len(unlabelled[0])
-    if found < wanted:
+    expected, count = config.images_fitted, len(unlabelled[0])
+    if count < expected:
         raise CalibrationError(
-            f"the stages fit {wanted} images, got {found}: give more, or fit fewer with "
-            f"Config.with_fitted_images({found})"
+            f"the stages fit {expected} images, got {count}: give more, or fit fewer with "
+            f"Config.with_fitted_images({count})"
         )
 
 
@@ -65,21 +65,21 @@ def run_stages(
             return reconstruct(
                 program, fitted, assigned, stage, resources, losses=LOSSES, seed=seed, memory=memory, partial=partial
             )
-        changed = stage.refine(program, images, assigned, shared.squared_gradients, seed, memory)
+        current = stage.refine(program, images, assigned, shared.squared_gradients, seed, memory)
         return [
             (group, before if after is before else judge(group, after))
-            for (group, before), (_, after) in zip(assigned, changed, strict=True)
+            for (group, before), (_, after) in zip(assigned, current, strict=True)
         ]
 
-    changed, coded = list(assigned), assignments_codec(images[0].device)
+    current, coded = list(assigned), assignments_codec(images[0].device)
     for stage in stages:
         if isinstance(stage, Reconstruction):
-            changed = list(run_stage(stage, changed))
+            current = list(run_stage(stage, current))
             continue
 
-        def run(stage: Stage = stage, before: Assigned = changed) -> list[Assignment]:
+        def run(stage: Stage = stage, before: Assigned = current) -> list[Assignment]:
             return [assignment for _, assignment in run_stage(stage, before)]
 
-        found = resources.ranks.by_first(run, coded)
-        changed = [(group, assignment) for (group, _), assignment in zip(assigned, found, strict=True)]
-    return changed
+        results = resources.ranks.by_first(run, coded)
+        current = [(group, assignment) for (group, _), assignment in zip(assigned, results, strict=True)]
+    return current

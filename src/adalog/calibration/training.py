@@ -98,10 +98,10 @@ class _Levels:
         )
 
     def soft(self, h: Tensor | None = None) -> Quantizer:
-        found = replace(self._quantizer, scale=self._quantizer.scale * self.log_scale.exp())  # type: ignore[type-var]
-        if self.moved is None or not isinstance(found, UniformQuantizer):
-            return found
-        return replace(found, zero_point=round_ste(found.zero_point + self.moved))  # `confine` keeps it a code
+        quantizer = replace(self._quantizer, scale=self._quantizer.scale * self.log_scale.exp())  # type: ignore[type-var]
+        if self.moved is None or not isinstance(quantizer, UniformQuantizer):
+            return quantizer
+        return replace(quantizer, zero_point=round_ste(quantizer.zero_point + self.moved))  # `confine` keeps it a code
 
     @torch.no_grad()
     def hard(self) -> Quantizer:
@@ -123,18 +123,18 @@ def confine(sides: Sequence[Side]) -> None:
 
     One operation clamps the values of all sides, because an accelerator waits for the launch of each.
     """
-    latent = [each for side in sides if isinstance(side, Rounding) and (each := side.range()) is not None]
+    latent = [span for side in sides if isinstance(side, Rounding) and (span := side.range()) is not None]
     if latent:
         values = [value for value, _ in latent]
         torch._foreach_clamp_min_(values, 0)
         torch._foreach_clamp_max_(values, [top for _, top in latent])
     zero_points = [point for side in sides if isinstance(side, _Levels) and (point := side.moved_range()) is not None]
     if zero_points:
-        moved, starts = [value for value, _, _ in zero_points], [start for _, start, _ in zero_points]
-        now = torch._foreach_add(starts, moved)
+        shifts, starts = [value for value, _, _ in zero_points], [start for _, start, _ in zero_points]
+        now = torch._foreach_add(starts, shifts)
         torch._foreach_clamp_min_(now, 0)
         torch._foreach_clamp_max_(now, [top for _, _, top in zero_points])
-        torch._foreach_copy_(moved, torch._foreach_sub(now, starts))
+        torch._foreach_copy_(shifts, torch._foreach_sub(now, starts))
 
 
 class GroupInTraining:
@@ -177,16 +177,16 @@ class GroupInTraining:
 
     def trained(self) -> dict[str, list[Tensor]]:
         """Return the tensors to train, by the kind that determines their learning rate."""
-        found: dict[str, list[Tensor]] = {"codes": [], "scales": [], "biases": []}
+        tensors: dict[str, list[Tensor]] = {"codes": [], "scales": [], "biases": []}
         for side in (self._left, self._right):
             if isinstance(side, Rounding):
-                found["codes"].append(side.latent)
-                found["scales"] += [] if side.log_scale is None else [side.log_scale]
+                tensors["codes"].append(side.latent)
+                tensors["scales"] += [] if side.log_scale is None else [side.log_scale]
             elif side is not None:
-                found["scales"].append(side.log_scale)
-                found["codes"] += [] if side.moved is None else [side.moved]
-        found["biases"] += [] if self._bias is None else [self._bias]
-        return found
+                tensors["scales"].append(side.log_scale)
+                tensors["codes"] += [] if side.moved is None else [side.moved]
+        tensors["biases"] += [] if self._bias is None else [self._bias]
+        return tensors
 
     def soft(self, h: Mapping[Side, Tensor] | None = None) -> Assignment:
         """Return the assignment for training. h: AdaRound's h(V) by weight, if it is known."""
@@ -197,17 +197,17 @@ class GroupInTraining:
         """Return the assignment as it is stored."""
         return self._with(lambda side: side.hard())
 
-    def _with(self, made: Callable[[Any], Any]) -> Assignment:
-        left = self._start.left if self._left is None else made(self._left)
-        right = self._start.right if self._right is None else made(self._right)
-        found = replace(self._start, left=left, right=right)
+    def _with(self, finish: Callable[[Any], Any]) -> Assignment:
+        left = self._start.left if self._left is None else finish(self._left)
+        right = self._start.right if self._right is None else finish(self._right)
+        assignment = replace(self._start, left=left, right=right)
         if self._now is None:
-            return found
+            return assignment
         bias = self._now if self._bias is None else self._now + self._bias * self._unit
         if self._offset:  # update the absorbed offset for the trained weight (Eq. 15)
             assert isinstance(right, QuantizedTensor)
             bias = bias - self._offset * (right.dequantize().reshape(len(bias), -1).sum(1) - self._sums)
-        return replace(found, bias=bias)
+        return replace(assignment, bias=bias)
 
     def regulariser(self, exponent: float | Tensor) -> Tensor | float:
         return self._right.regulariser(exponent) if isinstance(self._right, Rounding) else 0.0
@@ -223,7 +223,7 @@ class BatchedRounding:
 
     def __init__(self, groups: Sequence[GroupInTraining]):
         """Prepare the weights that are rounded up or down; other weights are left out."""
-        sides = [side for each in groups for side in each.sides if isinstance(side, Rounding)]
+        sides = [side for group in groups for side in group.sides if isinstance(side, Rounding)]
         self._sides = [side for side in sides if side.log_scale is None]
         self._counts = [side.latent.numel() for side in self._sides]
         shares = [side.latent.new_full((side.latent.numel(),), 1 / side.latent.numel()) for side in self._sides]

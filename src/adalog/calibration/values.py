@@ -118,23 +118,23 @@ class Values:
     # --- on all images ---
 
     @torch.no_grad()
-    def of(self, names: Collection[str], given: Chunk | None = None, program: Program | None = None) -> Chunk:
+    def of(self, names: Collection[str], chunk: Chunk | None = None, program: Program | None = None) -> Chunk:
         """Return the named values on all images.
 
         given: values on all images to compute them from, with the images; by default, the nearest start that is held.
         program: another program with the same values, such as the quantized one, or a rewritten result of `operations`.
         """
-        if given is not None:
-            return self._compute(self._split(given, names, program), names, program)
-        known, missing = dict(self.images), [name for name in names if self._held_images(name) < self.count]
+        if chunk is not None:
+            return self._compute(self._split(chunk, names, program), names, program)
+        values, missing = dict(self.images), [name for name in names if self._held_images(name) < self.count]
         if missing:
             if self._all_fit and self._ahead and missing[0] in self.starts:
                 missing += [name for name in self._from(missing[0]) if name not in missing]
             source, _ = self._source(missing, self.count)
             split = self._may_split(source, missing)
-            known |= self._compute(self._sources(missing, 0, self.count) if split else [source], missing)
-            self._hold({name: known[name] for name in missing})
-        return {name: (self._held | known)[name] for name in names}
+            values |= self._compute(self._sources(missing, 0, self.count) if split else [source], missing)
+            self._hold({name: values[name] for name in missing})
+        return {name: (self._held | values)[name] for name in names}
 
     @torch.no_grad()
     def batches(
@@ -166,10 +166,10 @@ class Values:
     def operations(self, block: Block) -> Program:
         """Return a block's operations with open sizes, to be rewritten and then passed to other methods."""
         alone = cut(self.program, [block.value_in], Ref(block.value_out), self.sizes(self.count))
-        made = {node.name for node in alone.nodes}
-        nodes = tuple(node for node in self.program.nodes if node.name in made)
-        read = {name for node in nodes for name in node.refs()}
-        tensors = {name: value for name, value in self.program.tensors.items() if name in read}
+        outputs = {node.name for node in alone.nodes}
+        nodes = tuple(node for node in self.program.nodes if node.name in outputs)
+        inputs = {name for node in nodes for name in node.refs()}
+        tensors = {name: value for name, value in self.program.tensors.items() if name in inputs}
         return replace(self.program, inputs=alone.inputs, nodes=nodes, tensors=tensors, output=Ref(block.value_out))
 
     # --- on a chunk of images ---
@@ -182,7 +182,7 @@ class Values:
 
     def compute(
         self,
-        given: Chunk,
+        chunk: Chunk,
         names: Collection[str],
         program: Program | None = None,
         watch: Callable[[Node, tuple[Any, ...], Any], Any] | None = None,
@@ -192,16 +192,16 @@ class Values:
 
         program: as in `of`. watch, steps: passed to `Program.run`.
         """
-        stretch = self._stretch(given, names, program)
-        result: Chunk = stretch.run([given[name] for name in stretch.inputs], watch, steps)
+        stretch = self._stretch(chunk, names, program)
+        result: Chunk = stretch.run([chunk[name] for name in stretch.inputs], watch, steps)
         return result
 
-    def _stretch(self, given: Chunk, names: Collection[str], program: Program | None) -> Program:
+    def _stretch(self, chunk: Chunk, names: Collection[str], program: Program | None) -> Program:
         output = {name: Ref(name) for name in names}
-        return cut(program or self.program, given, output, self.sizes(self.count_of(given)))
+        return cut(program or self.program, chunk, output, self.sizes(self.count_of(chunk)))
 
     @torch.no_grad()
-    def keeps_apart(self, given: Chunk, names: Collection[str], program: Program | None = None) -> bool:
+    def keeps_apart(self, start: Chunk, names: Collection[str], program: Program | None = None) -> bool:
         """Return True if the first two images of a chunk give the same named values alone as together.
 
         Of values that exceed `_COMPARED_BYTES`, a part is compared.
@@ -209,29 +209,29 @@ class Values:
         for node in (program or self.program).nodes:
             if node.op == FAKE_QUANTIZE and node.name not in self.axes and node.args[0].name in self.axes:
                 self.axes[node.name] = self.axes[node.args[0].name]
-        if any(name not in self.axes for name in (*given, *names)):
+        if any(name not in self.axes for name in (*start, *names)):
             return False
-        made = {name: self.axes[name] for name in names if name not in given}
-        step = -(-sum(4 * size_in_bytes(self.shapes.get(name)) // self.count for name in made) // _COMPARED_BYTES)
+        axes = {name: self.axes[name] for name in names if name not in start}
+        step = -(-sum(4 * size_in_bytes(self.shapes.get(name)) // self.count for name in axes) // _COMPARED_BYTES)
 
         def run(first: int, count: int) -> Chunk:
             compared: Chunk = {}
 
             def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-                if node.name in made:
-                    axis = made[node.name]
+                if node.name in axes:
+                    axis = axes[node.name]
                     if step > 1 and axis is not None:
                         rows = result.movedim(axis[0], 0).reshape(result.shape[axis[0]], -1)
                         result = rows[:, :: coprime(step, rows.shape[1])].clone()
                     compared[node.name] = result
 
-            chunk = self.part(given, first, count)
+            chunk = self.part(start, first, count)
             stretch = replace(self._stretch(chunk, names, program), output=())
             stretch.run([chunk[name] for name in stretch.inputs], watch)
             return compared
 
-        places = {name: axis if axis is None or step <= 1 else (0, axis[1]) for name, axis in made.items()}
-        return keeps_images_apart(run, list(made), places)
+        places = {name: axis if axis is None or step <= 1 else (0, axis[1]) for name, axis in axes.items()}
+        return keeps_images_apart(run, list(axes), places)
 
     def count_of(self, chunk: Chunk) -> int:
         """Return the number of images in a chunk."""
@@ -262,10 +262,10 @@ class Values:
                 if axis is None:
                     result.setdefault(name, in_own_memory(value))
                     continue
-                dim, each = axis
+                dim, entries = axis
                 if name not in result:
-                    result[name] = value.new_empty((*value.shape[:dim], each * count, *value.shape[dim + 1 :]))
-                result[name].narrow(dim, before * each, value.shape[dim]).copy_(value)
+                    result[name] = value.new_empty((*value.shape[:dim], entries * count, *value.shape[dim + 1 :]))
+                result[name].narrow(dim, before * entries, value.shape[dim]).copy_(value)
             before += self.count_of(chunk)
         return result
 
@@ -283,14 +283,14 @@ class Values:
         axis = self.axes.get(name)
         return self.count if axis is None else value.shape[axis[0]] // axis[1]
 
-    def _hold(self, made: Chunk) -> None:
+    def _hold(self, values: Chunk) -> None:
         """Hold those of the values that are starts, in place of earlier ones if not all starts fit."""
         if self._all_fit:
-            self._held |= {name: value for name, value in made.items() if name in self.starts}
+            self._held |= {name: value for name, value in values.items() if name in self.starts}
             return
         for name in self.starts:
-            if name in made and size_in_bytes(self.shapes[name]) <= self._limit:
-                self._held = {name: made[name]}
+            if name in values and size_in_bytes(self.shapes[name]) <= self._limit:
+                self._held = {name: values[name]}
 
     def _source(self, names: Sequence[str], count: int) -> tuple[Chunk, int]:
         """Return the images with the nearest start up to the first of these values that is held for enough images.
@@ -316,8 +316,8 @@ class Values:
     def _sources(self, names: Sequence[str], first: int, end: int) -> Iterator[Chunk]:
         """Yield batches of the images `first` to `end`, with the nearest start that is held."""
         while first < end:
-            source, held = self._source(names, first + 1)
-            until = min(end, held)
+            source, count = self._source(names, first + 1)
+            until = min(end, count)
             yield from self.split(self.part(source, first, until - first), self.batch)
             first = until
 
@@ -345,29 +345,29 @@ class Values:
         """Compute named values from one chunk of all images at once, or from several chunks of `count` images."""
         if isinstance(chunks, list) and len(chunks) == 1:
             return self.compute(chunks[0], names, program)
-        made = ({**self._images_of(chunk), **self.compute(chunk, names, program)} for chunk in chunks)
-        return self.join(made, names, count or self.count)
+        chunk_values = ({**self._images_of(chunk), **self.compute(chunk, names, program)} for chunk in chunks)
+        return self.join(chunk_values, names, count or self.count)
 
     def _images_of(self, chunk: Chunk) -> Chunk:
         return {name: chunk[name] for name in self.images}
 
-    def _split(self, given: Chunk, names: Collection[str] = (), program: Program | None = None) -> list[Chunk]:
+    def _split(self, chunk: Chunk, names: Collection[str] = (), program: Program | None = None) -> list[Chunk]:
         """Split given values of all images into batches, or into one batch if these images must run together."""
-        return self.split(given, self.batch if self._may_split(given, names, program) else self.count)
+        return self.split(chunk, self.batch if self._may_split(chunk, names, program) else self.count)
 
-    def _may_split(self, given: Chunk, names: Collection[str], program: Program | None = None) -> bool:
+    def _may_split(self, chunk: Chunk, names: Collection[str], program: Program | None = None) -> bool:
         """Return True if all these values can be handled in batches; new names are tested on two images."""
         if self.batch >= self.count:
             return False
-        return self._keep_apart(self.images, given, None) and self._keep_apart(given, names, program)
+        return self._keep_apart(self.images, chunk, None) and self._keep_apart(chunk, names, program)
 
-    def _keep_apart(self, given: Chunk, names: Collection[str], program: Program | None) -> bool:
+    def _keep_apart(self, chunk: Chunk, names: Collection[str], program: Program | None) -> bool:
         new = [name for name in names if name not in self._apart]
         if not new:
             return True
-        apart = self._mixed.isdisjoint(new) and self.keeps_apart(given, new, program)
+        apart = self._mixed.isdisjoint(new) and self.keeps_apart(chunk, new, program)
         if not apart and len(new) > 1:  # find one that does not
-            return all(self._keep_apart(given, [name], program) for name in new)
+            return all(self._keep_apart(chunk, [name], program) for name in new)
         (self._apart if apart else self._mixed).update(new)
         return apart
 
