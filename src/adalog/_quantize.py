@@ -86,18 +86,18 @@ def quantize(
         raise ValueError(f"config = {config!r} is not a Config: give one such as Config.preset('w4a4')")
     resources = Resources(jobs, partial, progress, ranks)
     inputs = as_inputs(images, model if within is None else within, config.images_needed)
-    whole = as_batch(sample_images(inputs, config.images_needed, seed))
-    sample = take(whole, range(config.images))
-    _check_alike(whole, ranks)
+    tensors = as_batch(sample_images(inputs, config.images_needed, seed))
+    sample = take(tensors, range(config.images))
+    _check_alike(tensors, ranks)
     if within is None:
-        calibration = Calibration(model, sample, unlabelled=whole, seed=seed, memory=memory, sizes=sizes)
+        calibration = Calibration(model, sample, unlabelled=tensors, seed=seed, memory=memory, sizes=sizes)
         return with_error(calibration.quantize(config, resources), calibration)
     call, calls = record_calls(model, within, sample)
-    more = record_calls(model, within, whole)[1] if _count(whole) > config.images else calls
-    given, unlabelled = (tuple(value for inputs in each for value in inputs) for each in (calls, more))
+    more = record_calls(model, within, tensors)[1] if _count(tensors) > config.images else calls
+    batches, unlabelled = (tuple(value for inputs in calls_of for value in inputs) for calls_of in (calls, more))
     sizes = sizes if len(calls) == 1 else "free"
     part = as_function(float_module(model), call, len(calls))
-    calibration = Calibration(part, given, unlabelled=unlabelled, seed=seed, memory=memory, sizes=sizes)
+    calibration = Calibration(part, batches, unlabelled=unlabelled, seed=seed, memory=memory, sizes=sizes)
     if len(calls) > 1:
         check_shareable(model, calibration.sites)
     # Each call, or each window of a call, counts as an image here.

@@ -184,8 +184,8 @@ def read(path: str | Path) -> bytes:
     try:
         path = Path(path)
         # Reading a pipe or a device might never end.
-        odd = path.exists() and not (path.is_file() or path.is_dir())
-        check(not odd, f"{path} cannot be read: not a regular file; name one that `adalog quantize` made")
+        special = path.exists() and not (path.is_file() or path.is_dir())
+        check(not special, f"{path} cannot be read: not a regular file; name one that `adalog quantize` made")
         check(not path.is_dir(), f"{path} is a folder: name a file in it, such as {path / 'model.adalog.safetensors'}")
         return path.read_bytes()
     except (OSError, ValueError, MemoryError) as cause:  # ValueError: no file can have this path
@@ -225,11 +225,11 @@ def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
         raise ArtifactError(f"{name} holds {others[0]}")
     try:
         header: dict[str, Any] = parse_json(text)
-        found = header["format"]
+        version = header["format"]
     except Exception as cause:
         raise _damage(name, cause) from cause
-    if type(found) is not int or found != FORMAT:
-        number = one_line(ArtifactError(str(found)))[:20]
+    if type(version) is not int or version != FORMAT:
+        number = one_line(ArtifactError(str(version)))[:20]
         raise ArtifactError(
             f"{name} has the format {number}, but this version of adalog reads {FORMAT}: quantize the model again"
         )
@@ -269,23 +269,23 @@ def tensor_sizes(content: bytes) -> dict[str, dict[str, int]]:
 
 def _decode(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> QuantizedProgram:
     """Return the program that the header and the tensors of an artifact describe, and check all of it."""
-    odd = sorted(_FIELDS.keys() ^ (header.keys() - {"rule"}))
-    check(not odd, f"the header lacks fields, or has unknown ones: {', '.join(odd)}")
+    names = sorted(_FIELDS.keys() ^ (header.keys() - {"rule"}))
+    check(not names, f"the header lacks fields, or has unknown ones: {', '.join(names)}")
     for name, kind in _FIELDS.items():
         check(isinstance(header[name], kind), f"the header's {name} is of the type {type(header[name]).__name__}")
     check_text(dict(header))
     check(header["weights"].keys() <= header["dtypes"].keys(), "a weight is not among the tensors")
     parts: dict[str, dict[str, Tensor]] = {name: {} for name in header["weights"]}
     floats = {f"float/{name}" for name in header["dtypes"] if name not in parts}
-    odd = []
+    names = []
     for key, value in stored.items():
         part, slash, name = key.partition("/")
         if slash and name in parts:
             parts[name][part] = value
         elif key not in floats:
-            odd.append(key)
-    odd = sorted([*odd, *(floats - stored.keys())])
-    check(not odd, f"tensors and header do not have the same names: {', '.join(odd[:3])}")
+            names.append(key)
+    names = sorted([*names, *(floats - stored.keys())])
+    check(not names, f"tensors and header do not have the same names: {', '.join(names[:3])}")
     weights = {name: _decode_weight(name, entry, parts[name]) for name, entry in header["weights"].items()}
     tensors = {name: _decode_tensor(name, dtype, weights, stored) for name, dtype in header["dtypes"].items()}
     quantizers = {name: decode_quantizer(name, fields) for name, fields in header["quantizers"].items()}
@@ -293,9 +293,9 @@ def _decode(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Quantize
     free = {name: dims for name, dims in zip(inputs, opened, strict=True) if dims}
     nodes = _decode_nodes(header["nodes"], [*inputs, *tensors], quantizers)
     output = _decode_arg(header["output"])
-    known = {*inputs, *tensors, *(node.name for node in nodes)}
+    values = {*inputs, *tensors, *(node.name for node in nodes)}
     check(any(True for _ in refs_of(output)), "the output holds no value")
-    missing = [ref for ref in refs_of(output) if ref not in known]
+    missing = [ref for ref in refs_of(output) if ref not in values]
     check(not missing, f"the output reads {missing}, which no node makes")
     rule = None if "rule" not in header else _decode_rule(header["rule"], inputs)
     check(rule is None or bool(free), "there is a rule for sizes, but no size is free")
@@ -327,10 +327,10 @@ def _decode_rule(entry: Any, inputs: Sequence[str]) -> Program:
     check(good, "the rule for sizes is not [operations, output]")
     check(len(entry[0]) <= MAX_RULE, f"the rule for sizes has {len(entry[0])} operations, more than {MAX_RULE}")
     nodes, output = _decode_nodes(entry[0], inputs, {}), _decode_arg(entry[1])
-    odd = [node.op for node in nodes if not node.op.startswith("sym.") and node.op != "aten.sym_size.int"]
-    check(not odd, f"the rule for sizes may not have the operations {', '.join(odd[:3])}")
-    made = {node.name for node in nodes}
-    refs = isinstance(output, tuple) and all(isinstance(each, Ref) and each.name in made for each in output)
+    others = [node.op for node in nodes if not node.op.startswith("sym.") and node.op != "aten.sym_size.int"]
+    check(not others, f"the rule for sizes may not have the operations {', '.join(others[:3])}")
+    names = {node.name for node in nodes}
+    refs = isinstance(output, tuple) and all(isinstance(ref, Ref) and ref.name in names for ref in output)
     check(refs and len(output) > 0, "the rule for sizes outputs something other than sizes")
     return Program(tuple(inputs), nodes, output, {})
 
@@ -345,12 +345,12 @@ def _decode_tensor(
     name: str, dtype: Any, weights: Mapping[str, QuantizedTensor], stored: Mapping[str, Tensor]
 ) -> Tensor:
     """Return a tensor of the program in the dtype in which it is used."""
-    wanted = _decode_dtype(dtype)
+    expected = _decode_dtype(dtype)
     value = weights[name].dequantize() if name in weights else stored[f"float/{name}"]
-    same = value.dtype == wanted or (value.dtype, wanted) == (torch.float16, torch.float32)
-    check(same, f"tensor {name} is stored as {value.dtype}, but is used as {wanted}")
+    same = value.dtype == expected or (value.dtype, expected) == (torch.float16, torch.float32)
+    check(same, f"tensor {name} is stored as {value.dtype}, but is used as {expected}")
     check(not bool(value.isnan().any()), f"tensor {name} contains NaN")
-    return value.to(wanted)
+    return value.to(expected)
 
 
 def _decode_weight(name: str, entry: Any, stored: Mapping[str, Tensor]) -> QuantizedTensor:

@@ -189,18 +189,18 @@ def kind_from_json(name: str, fields: Any, kinds: Sequence[Any]) -> Any:
     """
     if not isinstance(fields, dict):
         raise ValueError(f"{name} = {fields!r} is not a JSON object")
-    known = {each.kind: each for each in kinds}
+    by_name = {choice.kind: choice for choice in kinds}
     kind = fields.get("kind", kinds[0].kind)
-    if kind not in known:
-        raise ValueError(f"{name}: the kind {kind!r} is not one of {', '.join(known)}")
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items() if key != "kind"}
-    check_fields(known[kind], given)
-    return known[kind](**given)
+    if kind not in by_name:
+        raise ValueError(f"{name}: the kind {kind!r} is not one of {', '.join(by_name)}")
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items() if key != "kind"}
+    check_fields(by_name[kind], values)
+    return by_name[kind](**values)
 
 
-def check_fields(kind: Any, given: dict[str, Any]) -> None:
+def check_fields(kind: Any, values: dict[str, Any]) -> None:
     """Raise ValueError for fields that the dataclass `kind` does not have."""
-    unknown = set(given) - {entry.name for entry in dataclasses.fields(kind)}
+    unknown = set(values) - {entry.name for entry in dataclasses.fields(kind)}
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))}: no such choice in {kind.__name__}")
 

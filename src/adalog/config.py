@@ -226,7 +226,7 @@ class Config:
         if not any(isinstance(stage, Fitting) for stage in self.stages):
             raise ValueError(f"no stage fits images, so {images} images cannot be fitted: choose the method adalog+")
         stages = [
-            dataclasses.replace(each, images=images) if isinstance(each, Fitting) else each for each in self.stages
+            dataclasses.replace(stage, images=images) if isinstance(stage, Fitting) else stage for stage in self.stages
         ]
         return dataclasses.replace(self, stages=tuple(stages))
 

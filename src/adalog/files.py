@@ -63,10 +63,10 @@ def write_folder(path: Path, contents: Mapping[str, bytes]) -> None:
 def check_folder(path: Path) -> None:
     """Raise DataError if `write_folder` would certainly fail at this path."""
     try:
-        there = path.exists() or path.is_symlink()
+        exists = path.exists() or path.is_symlink()
     except OSError as cause:
         raise write_error(path, cause) from cause
-    if there:
+    if exists:
         raise DataError(f"{path} exists already: name a new folder, or remove it")
     check_writable(path)
 

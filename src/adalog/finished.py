@@ -102,5 +102,5 @@ def _files_of_ranks(path: Path) -> list[Path]:
     """Return the existing files of a run: the one at this path, and those that other ranks wrote next to it."""
     start, others = f"{path.name}.rank", list[Path]()
     with suppress(OSError):  # a folder that cannot be listed
-        others = sorted(path.with_name(each.name) for each in path.parent.iterdir() if each.name.startswith(start))
-    return [path] * path.exists() + [other for other in others if other.name[len(start) :].isdecimal()]
+        others = sorted(path.with_name(file.name) for file in path.parent.iterdir() if file.name.startswith(start))
+    return [path] * path.exists() + [file for file in others if file.name[len(start) :].isdecimal()]

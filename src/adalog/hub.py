@@ -206,7 +206,7 @@ def push(quantized: QuantizedProgram, repository: str, folder: Path, *, private:
     try:
         api = _hub().HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
-        found = api.upload_folder(
+        commit = api.upload_folder(
             repo_id=repository,
             folder_path=str(folder),
             commit_message=f"A model quantized to {quantized.config.bits}",
@@ -218,7 +218,7 @@ def push(quantized: QuantizedProgram, repository: str, folder: Path, *, private:
         raise AdalogError(
             f"{repository} cannot be written: {one_line(cause)}; log in, or choose another name"
         ) from cause
-    return str(found)
+    return str(commit)
 
 
 def _hub() -> Any:

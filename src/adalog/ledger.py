@@ -70,10 +70,10 @@ def float_lines(refusals: Mapping[str, str], operations: Mapping[str, int]) -> l
     refusals: the reasons by name. operations: the number of operations in float32, by operation.
     """
     reasons = ((name, *why.partition(": ")) for name, why in refusals.items())
-    kept = ", ".join(f"{name} x {count}" for name, count in sorted(operations.items()))
+    summary = ", ".join(f"{name} x {count}" for name, count in sorted(operations.items()))
     return [
         *(f"{what}: {name}: {why}" for name, what, _, why in reasons),
-        f"in float32, because they do not multiply two tensors: {kept}",
+        f"in float32, because they do not multiply two tensors: {summary}",
     ]
 
 

@@ -48,10 +48,10 @@ def layout_of(compiled: ctypes.CDLL) -> Offsets:
     offset, size = ctypes.c_int64(), ctypes.c_int64()
     pointers = [ctypes.POINTER(ctypes.c_int64)] * 2
     compiled.adalog_layout.restype, compiled.adalog_layout.argtypes = ctypes.c_char_p, [ctypes.c_int64, *pointers]
-    found: Offsets = {}
-    while name := compiled.adalog_layout(len(found), ctypes.byref(offset), ctypes.byref(size)):
-        found[name.decode()] = offset.value, size.value
-    return found
+    offsets: Offsets = {}
+    while name := compiled.adalog_layout(len(offsets), ctypes.byref(offset), ctypes.byref(size)):
+        offsets[name.decode()] = offset.value, size.value
+    return offsets
 
 
 def digest_of(layout: Offsets) -> str:
@@ -61,8 +61,8 @@ def digest_of(layout: Offsets) -> str:
 
 def _path() -> Path | None:
     """Return the path of the library's file, or None if there is none."""
-    asked = os.environ.get("ADALOG_NATIVE")
-    return Path(asked) if asked else next(iter(sorted(Path(__file__).parent.glob("_native*.so"))), None)
+    path = os.environ.get("ADALOG_NATIVE")
+    return Path(path) if path else next(iter(sorted(Path(__file__).parent.glob("_native*.so"))), None)
 
 
 def why() -> str:
@@ -77,17 +77,17 @@ def levels() -> list[str]:
     Raises AdalogError if ADALOG_LEVEL is not the name of a level.
     """
     library, _ = load()
-    found = library.adalog_features() if library else 0
+    features = library.adalog_features() if library else 0
     highest = LEVELS.index(allowed_level() or LEVELS[-1])
-    return [name for bit, name in enumerate(LEVELS) if found >> bit & 1 and bit <= highest]
+    return [name for bit, name in enumerate(LEVELS) if features >> bit & 1 and bit <= highest]
 
 
 def choose_level(level: str | None) -> str:
     """Return this level, or the fastest if it is None. Raises ValueError if it does not run on this machine."""
-    found = levels()
-    level = found[-1] if level is None else level
-    if level not in found:
-        raise ValueError(f"level = {level!r} does not run on this machine: choose one of {', '.join(found)}")
+    available = levels()
+    level = available[-1] if level is None else level
+    if level not in available:
+        raise ValueError(f"level = {level!r} does not run on this machine: choose one of {', '.join(available)}")
     return level
 
 
@@ -99,12 +99,12 @@ def check_threads(threads: int) -> None:
 
 def allowed_level() -> str | None:
     """Return the fastest level that the environment variable ADALOG_LEVEL allows, or None if it is not set."""
-    asked = os.environ.get("ADALOG_LEVEL") or None
-    if asked is not None and asked not in LEVELS:
+    level = os.environ.get("ADALOG_LEVEL") or None
+    if level is not None and level not in LEVELS:
         raise AdalogError(
-            f"ADALOG_LEVEL = {asked!r} is not one of {', '.join(LEVELS)}: set it to one of these, or unset it"
+            f"ADALOG_LEVEL = {level!r} is not one of {', '.join(LEVELS)}: set it to one of these, or unset it"
         )
-    return asked
+    return level
 
 
 def about() -> dict[str, Any]:
@@ -115,7 +115,7 @@ def about() -> dict[str, Any]:
     level used by default, or None. held: the level that ADALOG_LEVEL names, or None. why: the reason why there are no
     kernels, or None.
     """
-    path, found, interface = _path(), levels(), None
+    path, available, interface = _path(), levels(), None
     if path is not None:
         with contextlib.suppress(OSError, AttributeError):
             interface = ctypes.CDLL(str(path)).adalog_abi()
@@ -124,8 +124,8 @@ def about() -> dict[str, Any]:
     return {
         "library": None if path is None else str(path),
         "interface": {"library": interface, "package": ABI},
-        "kernels": {name: name in found for name in LEVELS},
-        "level": found[-1] if found else None,
+        "kernels": {name: name in available for name in LEVELS},
+        "level": available[-1] if available else None,
         "held": allowed_level(),
-        "why": None if found else why(),
+        "why": None if available else why(),
     }

@@ -135,12 +135,12 @@ class QuantizedModel(nn.Module):
         for quantizer in self.program.quantizers.values():
             quantizer.tables()
 
-    def _in_own_type(self, given: Sequence[Tensor]) -> Any:
+    def _in_own_type(self, tensors: Sequence[Tensor]) -> Any:
         """Run the program in float32 and return the output in half precision if an input is."""
-        halves = [value.dtype for value in given if value.dtype in (torch.float16, torch.bfloat16)]
+        halves = [value.dtype for value in tensors if value.dtype in (torch.float16, torch.bfloat16)]
         if not halves or any(value.dtype in halves for value in self.program.tensors.values()):
-            return self.program.run(given)
-        return _halve(self.program.run([x.float() if x.dtype in halves else x for x in given]), halves[0])
+            return self.program.run(tensors)
+        return _halve(self.program.run([x.float() if x.dtype in halves else x for x in tensors]), halves[0])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedModel":
         """Apply `.to`, `.double` and the like to every tensor of the program; codes stay uint8."""
@@ -172,7 +172,7 @@ class QuantizedModel(nn.Module):
         if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
             raise ArtifactError("_extra_state does not hold the bytes of an artifact: load what state_dict() returned")
         loaded = artifact.deserialise(state.cpu().numpy().tobytes(), "_extra_state of the state dict")
-        own, other = ([(row.site, row.role) for row in each.ledger] for each in (self.quantized, loaded))
+        own, other = ([(row.site, row.role) for row in quantized.ledger] for quantized in (self.quantized, loaded))
         tensors, others = self.program.tensors, loaded.program.tensors
         shared = tensors.keys() & others.keys()
         same = all(tensors[name].shape == others[name].shape for name in shared)
@@ -371,5 +371,5 @@ def _halve(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
-        return type(value)((key, _halve(each, dtype)) for key, each in value.items())
-    return type(value)(_halve(each, dtype) for each in value) if isinstance(value, (tuple, list)) else value
+        return type(value)((key, _halve(item, dtype)) for key, item in value.items())
+    return type(value)(_halve(item, dtype) for item in value) if isinstance(value, (tuple, list)) else value

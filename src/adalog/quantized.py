@@ -64,7 +64,7 @@ class QuantizedProgram:
             for value, shape, example in zip(inputs, shapes, self.example, strict=True)
         )
         if not fits:
-            wanted = [
+            expected = [
                 f"({', '.join(map(str, shape))}) of {example.dtype}"
                 for shape, example in zip(shapes, self.example, strict=True)
             ]
@@ -72,16 +72,16 @@ class QuantizedProgram:
                 f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
                 for value in inputs
             ]
-            raise ValueError(f"the model takes {' and '.join(wanted)}; got {' and '.join(got) or 'nothing'}")
+            raise ValueError(f"the model takes {' and '.join(expected)}; got {' and '.join(got) or 'nothing'}")
 
     def shapes(self) -> dict[str, list[int | str]]:
         """Return the shape of each input by name, with a letter for each free size, as in ["B", 3, "H", "W"]."""
-        found: dict[str, list[int | str]] = {}
+        shapes_of: dict[str, list[int | str]] = {}
         for name, value in zip(self.program.inputs, self.example, strict=True):
-            found[name] = ["B", *value.shape[1:]]
+            shapes_of[name] = ["B", *value.shape[1:]]
             for dim, letter in zip(self.program.free.get(name, ()), "HW", strict=False):
-                found[name][dim] = letter
-        return found
+                shapes_of[name][dim] = letter
+        return shapes_of
 
     def one_image(self) -> list[Tensor]:
         """Return inputs for one image on the meta device."""
@@ -90,9 +90,9 @@ class QuantizedProgram:
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "QuantizedProgram":
         """Return the program with a function, such as a move or a cast, applied to every tensor; codes stay uint8."""
         example = tuple(function(value) if value.is_floating_point() else value for value in self.example)
-        found = replace(self, program=self.program.map_tensors(function), example=example)
-        found._taken.update(self._taken)  # the function changes no shapes
-        return found
+        copy = replace(self, program=self.program.map_tensors(function), example=example)
+        copy._taken.update(self._taken)  # the function changes no shapes
+        return copy
 
     def float_sites(self) -> list[str]:
         """List the multiplications with an operand that is neither fake-quantized nor a stored weight."""

@@ -157,11 +157,11 @@ class Ranks:
 
         Raises what a job on this rank raises, and RankError if another rank failed or shares other jobs.
         """
-        found = self.agree(names, known or {}, coded)
-        waiting = [name for name in names if name not in found]
+        results = self.agree(names, known or {}, coded)
+        waiting = [name for name in names if name not in results]
 
         def take(name: str, result: T, own: bool) -> None:
-            found[name] = result
+            results[name] = result
             if finished is not None:
                 finished(name, result, own)
 
@@ -170,7 +170,7 @@ class Ranks:
                 take(name, make(name), True)
         else:
             self._share(waiting, make, coded, threads, take)
-        return {name: found[name] for name in names}
+        return {name: results[name] for name in names}
 
     def _share(
         self,
@@ -182,7 +182,7 @@ class Ranks:
     ) -> None:
         """Do jobs in threads, and pass the results of all ranks to `take` as they arrive."""
         board, left = self._board(), len(waiting)
-        done: queue.SimpleQueue[tuple[str, T] | BaseException] = queue.SimpleQueue()
+        results: queue.SimpleQueue[tuple[str, T] | BaseException] = queue.SimpleQueue()
         stopped = Event()
 
         def work() -> None:
@@ -190,9 +190,9 @@ class Ranks:
                 while not stopped.is_set() and (number := board.claim()) < len(waiting):
                     result = make(waiting[number])
                     board.tell(waiting[number], result, coded)
-                    done.put((waiting[number], result))
+                    results.put((waiting[number], result))
             except BaseException as error:
-                done.put(error)
+                results.put(error)
 
         with ThreadPoolExecutor(threads) as pool, _reach():
             try:
@@ -200,10 +200,10 @@ class Ranks:
                     pool.submit(work)
                 while left:
                     with suppress(queue.Empty):
-                        each = done.get(timeout=None if self.world == 1 else _POLL)
-                        if isinstance(each, BaseException):
-                            raise each
-                        take(*each, True)
+                        message = results.get(timeout=None if self.world == 1 else _POLL)
+                        if isinstance(message, BaseException):
+                            raise message
+                        take(*message, True)
                         left -= 1
                     for name, content in board.news():
                         take(name, coded.read(name, content), False)
@@ -219,21 +219,21 @@ class Ranks:
             return {name: known[name] for name in names if name in known}
         board = self._board()
         with _reach():
-            found = board.agree(names, known, coded)
+            results = board.agree(names, known, coded)
             board.close()
-        return found
+        return results
 
     def by_first(self, make: Callable[[], T], coded: Codec[T] = JSON) -> T:
         """Call `make` on rank 0, and return its result on all ranks."""
         board = self._board()
         with _reach():
             if self.first:
-                board.tell("it", made := make(), coded)
+                board.tell("it", result := make(), coded)
             else:
                 ((_, content),) = board.wait_for(board.news)
-                made = coded.read("it", content)
+                result = coded.read("it", content)
             board.close()
-        return made
+        return result
 
     def sum_in_order(self, count: int, make: "Callable[[int], Tensor]", like: "Tensor") -> "Tensor":
         """Return on all ranks the sum of `make(0)` to `make(count - 1)`, bit for bit the same for any number of ranks.
@@ -253,13 +253,13 @@ class Ranks:
             left = total(first, half, values, end)
             return left if first + half >= end else left.add_(total(first + half, half, values, end))
 
-        found: list[Tensor] = []
+        totals: list[Tensor] = []
         runs = -(-count // size)
         for before in range(0, runs, self.world):
             run = before + self.rank
             own = total(run * size, size, make, count) if run < runs else like.new_zeros(like.shape)
-            found += self._gather(own)
-        return total(0, 1 << (runs - 1).bit_length(), lambda run: found[run], runs)
+            totals += self._gather(own)
+        return total(0, 1 << (runs - 1).bit_length(), lambda run: totals[run], runs)
 
     def _gather(self, value: "Tensor") -> "list[Tensor]":
         """Return the tensors that all ranks pass here, in the order of the ranks."""
@@ -277,12 +277,12 @@ class Ranks:
                         "interface in the environment variable GLOO_SOCKET_IFNAME"
                     ) from cause
             sent = value.cpu().contiguous()
-            found = [sent.new_empty(sent.shape) for _ in range(self.world)]
+            parts = [sent.new_empty(sent.shape) for _ in range(self.world)]
             try:
-                self._group.allgather([found], [sent]).wait()
+                self._group.allgather([parts], [sent]).wait()
             except RuntimeError as cause:  # Gloo only raises this if a connection fails
                 raise RankError("another process of this job has failed") from cause
-        return [each.to(value.device) for each in found]
+        return [part.to(value.device) for part in parts]
 
     def meet(self) -> None:
         """Wait for all ranks. Raises RankError if one has failed."""
@@ -360,8 +360,8 @@ class _Board:
         teller = {name: rank for rank, (_, theirs) in reversed(list(enumerate(plans))) for name in theirs}
         for name in (name for name in mine if teller[name] == self._rank):
             self._put(f"known/{name}", coded.write(known[name]))
-        told = [name for name in names if name in teller]
-        return {n: known[n] if n in known else coded.read(n, self._await(f"known/{n}")) for n in told}
+        reported = [name for name in names if name in teller]
+        return {n: known[n] if n in known else coded.read(n, self._await(f"known/{n}")) for n in reported}
 
     def claim(self) -> int:
         """Return the number of the next job: each number once, over all ranks."""
@@ -387,11 +387,11 @@ class _Board:
     def wait_for(self, ready: Callable[[], T]) -> T:
         """Call `ready` until its result is true, and return it. Raises RankError if a rank has failed."""
         pause = _POLL / 32
-        while not (found := ready()):
+        while not (answer := ready()):
             self._check()
             time.sleep(pause)
             pause = min(2 * pause, _POLL)
-        return found
+        return answer
 
     def close(self) -> None:
         """Delete this rank's keys from the store, once all ranks have read them."""
@@ -422,6 +422,6 @@ class _Board:
 
     def _await(self, key: str) -> bytes:
         """Wait until a key has a value, and return its bytes."""
-        whole = f"{self.key}/{key}"
-        self.wait_for(lambda: self._store.check([whole]))
-        return b"".join(self._store.get(f"{whole}/{number}") for number in range(int(self._store.get(whole))))
+        path = f"{self.key}/{key}"
+        self.wait_for(lambda: self._store.check([path]))
+        return b"".join(self._store.get(f"{path}/{number}") for number in range(int(self._store.get(path))))

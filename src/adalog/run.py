@@ -110,7 +110,7 @@ class Model:
         about: _Description = self._library.adalog_model_describe(pointer).contents
         self._inputs = [_describe(about.inputs[number]) for number in range(about.input_count)]
         self._outputs = [_describe(about.outputs[number]) for number in range(about.output_count)]
-        self.inputs = {each["name"]: tuple(each["shape"]) for each in self._inputs}
+        self.inputs = {entry["name"]: tuple(entry["shape"]) for entry in self._inputs}
         self.batches = tuple(about.batches[: about.batch_count])
         self.bits, self.level = about.bits.decode(), about.level.decode()
         self.threads, self.nbytes = about.threads, about.memory
@@ -145,25 +145,25 @@ class Model:
             ValueError: If the number, shapes or dtypes of the inputs are wrong, or if they contain NaN.
             ProgramError: If a step fails.
         """
-        given = [np.ascontiguousarray(value) for value in inputs]
-        counts = {len(value) for value in given if value.ndim}
-        fits = len(given) == len(self.inputs) and len(counts) == 1
+        arrays = [np.ascontiguousarray(value) for value in inputs]
+        counts = {len(value) for value in arrays if value.ndim}
+        fits = len(arrays) == len(self.inputs) and len(counts) == 1
         fits = fits and all(
             value.dtype == np.float32 and value.shape[1:] == shape
-            for value, shape in zip(given, self.inputs.values(), strict=True)
+            for value, shape in zip(arrays, self.inputs.values(), strict=True)
         )
         if not fits:
-            wanted = " and ".join(f"(B{''.join(f', {size}' for size in shape)})" for shape in self.inputs.values())
-            got = " and ".join(f"{value.shape} of {value.dtype}" for value in given)
-            raise ValueError(f"the model takes {wanted} of float32; got {got or 'nothing'}")
+            expected = " and ".join(f"(B{''.join(f', {size}' for size in shape)})" for shape in self.inputs.values())
+            got = " and ".join(f"{value.shape} of {value.dtype}" for value in arrays)
+            raise ValueError(f"the model takes {expected} of float32; got {got or 'nothing'}")
         (count,) = counts
-        found = [np.empty((count, *each["shape"]), each["type"]) for each in self._outputs]
+        outputs = [np.empty((count, *entry["shape"]), entry["type"]) for entry in self._outputs]
         error = _Error()
         self._library.adalog_model_run(
-            self._pointer, count, _buffers(given), len(given), _buffers(found), len(found), byref(error)
+            self._pointer, count, _buffers(arrays), len(arrays), _buffers(outputs), len(outputs), byref(error)
         )
         _check(error)
-        return _structure(self._structure, iter(found))
+        return _structure(self._structure, iter(outputs))
 
 
 def load(path: str | Path, *, threads: int = 1, level: str | None = None, memory: int = 2**31) -> Model:
@@ -217,8 +217,8 @@ def _check(error: _Error, path: Path | None = None) -> None:
     """Raise an exception for an error of the library. path: the file of the pack, while it is opened."""
     message = error.message.decode(errors="replace")
     if error.status == _BAD_FILE and path is not None:
-        told = message if message.startswith(str(path)) else f"{path} cannot be used: {message}"
-        raise ArtifactError(f"{told}; make it with `adalog pack`")
+        text = message if message.startswith(str(path)) else f"{path} cannot be used: {message}"
+        raise ArtifactError(f"{text}; make it with `adalog pack`")
     if error.status == _BAD_ARGUMENT:
         raise ValueError(message)
     if error.status == _NO_MEMORY:

@@ -73,10 +73,10 @@ class BlockRefinement(Refinement):
             ]
             if not indices or block.value_out not in gradients:
                 continue
-            changed = _refine_by_gradients(
+            refined = _refine_by_gradients(
                 values, block, [current[index] for index in indices], self, gradients[block.value_out]
             )
-            for index, each in zip(indices, changed, strict=True):
+            for index, each in zip(indices, refined, strict=True):
                 current[index] = each
         return current
 
@@ -85,23 +85,23 @@ def _refine_by_gradients(
     values: Values, block: Block, assigned: Assigned, choices: BlockRefinement, weights: Tensor
 ) -> list[tuple[SiteGroup, Assignment]]:
     output, alone = block.value_out, values.operations(block)
-    given = values.images | values.of([block.value_in])
-    wanted = values.of([output], given, alone)[output]
-    start: Sides = [side for _, each in assigned for side in (each.right, each.left)]
+    inputs = values.images | values.of([block.value_in])
+    target = values.of([output], inputs, alone)[output]
+    start: Sides = [side for _, assignment in assigned for side in (assignment.right, assignment.left)]
     # The quantizer of softmax's output stays, so that the largest attention weights keep their values.
     fixed = [stays for group, _ in assigned for stays in (False, group.first.left_source.kind == "softmax")]
 
     def near(best: Sides, index: int) -> Callable[[Sides], float]:
         """Return the loss of quantizers that differ from `best` at one index; earlier values are computed once."""
         state = _with_sides(assigned, best)
-        whole = rewrite(alone, state)
-        known = _read_by(whole, state[index // 2][0].nodes)
-        before = values.of(known, given, whole)
+        quantized = rewrite(alone, state)
+        readers = _read_by(quantized, state[index // 2][0].nodes)
+        before = values.of(readers, inputs, quantized)
 
         def loss(quantizers: Sides) -> float:
-            changed = rewrite(alone, _with_sides(assigned, quantizers))
-            outputs = values.of([output], {**given, **before}, changed)[output]
-            return largest_errors(outputs - wanted, weights, choices.eliminated)
+            quantized = rewrite(alone, _with_sides(assigned, quantizers))
+            outputs = values.of([output], {**inputs, **before}, quantized)[output]
+            return largest_errors(outputs - target, weights, choices.eliminated)
 
         return loss
 
@@ -110,12 +110,12 @@ def _refine_by_gradients(
 
 def _with_sides(assigned: Assigned, sides: Sides) -> list[tuple[SiteGroup, Assignment]]:
     """Return the assignments with these sides; an unchanged assignment stays the same object."""
-    changed = []
+    result = []
     for (group, assignment), right, left in zip(assigned, sides[::2], sides[1::2], strict=True):
         assert left is None or isinstance(left, Quantizer)
         same = right is assignment.right and left is assignment.left
-        changed.append((group, assignment if same else replace(assignment, left=left, right=right)))
-    return changed
+        result.append((group, assignment if same else replace(assignment, left=left, right=right)))
+    return result
 
 
 def _read_by(program: Program, names: Collection[str]) -> list[str]:
@@ -155,11 +155,11 @@ def refine_block(
             loss = near(best, index)
             least = loss(best) if least is None else least
             for factor in factors:
-                tried = list(best)
-                tried[index] = quantizer.rescale(factor)
-                found = loss(tried)
-                if found < least:
-                    best, least = tried, found
+                candidate = list(best)
+                candidate[index] = quantizer.rescale(factor)
+                error = loss(candidate)
+                if error < least:
+                    best, least = candidate, error
     return best
 
 
@@ -169,7 +169,7 @@ def largest_errors(error: Tensor, weights: Tensor, eliminated: float) -> float:
     eliminated: the fraction of terms that is left out.
     """
     weighted = (error.square() * weights).flatten()
-    kept = weighted.numel() - int(eliminated * weighted.numel())
-    if kept < weighted.numel():
-        weighted = weighted.topk(kept, sorted=False).values
+    count = weighted.numel() - int(eliminated * weighted.numel())
+    if count < weighted.numel():
+        weighted = weighted.topk(count, sorted=False).values
     return float(weighted.sum(dtype=torch.float64))

@@ -67,7 +67,7 @@ class Evolution(Refinement):
         # the inputs computed at the start of a pass serve all blocks.
         generator = torch.Generator().manual_seed(seed)
         blocks, output = find_blocks(program), _first_output(program, images)
-        wanted = Values(program, images, memory, blocks).of([output])
+        targets = Values(program, images, memory, blocks).of([output])
         current, least = list(assigned), None
         for _ in range(self.passes):
             before = Values(rewrite(program, current), images, memory, blocks)
@@ -75,18 +75,18 @@ class Evolution(Refinement):
                 start = _weights(current, set(block.nodes))
                 if not start:
                     continue
-                given = before.images | before.of([block.value_in])
+                inputs = before.images | before.of([block.value_in])
 
                 def loss(
                     quantizers: list[Weight],
                     indices: Sequence[int] = list(start),
                     assigned: Assigned = current,
                     before: Values = before,
-                    given: dict[str, Tensor] = given,
+                    inputs: dict[str, Tensor] = inputs,
                 ) -> float:
-                    whole = rewrite(program, _with_weights(assigned, indices, quantizers))
-                    outputs = before.of([output], given, whole)[output]
-                    return info_nce(outputs, wanted[output], self.temperature)
+                    quantized = rewrite(program, _with_weights(assigned, indices, quantizers))
+                    outputs = before.of([output], inputs, quantized)[output]
+                    return info_nce(outputs, targets[output], self.temperature)
 
                 least, best = evolve(loss, list(start.values()), self, generator, least)
                 current = _with_weights(current, list(start), best)
@@ -95,23 +95,23 @@ class Evolution(Refinement):
 
 def _weights(assigned: Assigned, nodes: set[str]) -> dict[int, Weight]:
     """Return the weights of a block, by their index in the assignments."""
-    found: dict[int, Weight] = {}
+    weights: dict[int, Weight] = {}
     for index, (group, assignment) in enumerate(assigned):
         stored = group.first.role in ("linear", "conv") and nodes.issuperset(group.nodes)
         if stored and assignment.right is not None:
-            found[index] = assignment.right
-    return found
+            weights[index] = assignment.right
+    return weights
 
 
 def _with_weights(
     assigned: Assigned, indices: Sequence[int], weights: Sequence[Weight]
 ) -> list[tuple[SiteGroup, Assignment]]:
-    changed = list(assigned)
+    result = list(assigned)
     for index, weight in zip(indices, weights, strict=True):
-        group, assignment = changed[index]
+        group, assignment = result[index]
         if weight is not assignment.right:
-            changed[index] = group, replace(assignment, right=weight)
-    return changed
+            result[index] = group, replace(assignment, right=weight)
+    return result
 
 
 def _first_output(program: Program, images: Sequence[Tensor]) -> str:
@@ -121,8 +121,8 @@ def _first_output(program: Program, images: Sequence[Tensor]) -> str:
     """
     names = list(refs_of(program.output))
     values = trace(program, images)
-    found = (name for name in names if isinstance(values[name], Tensor) and values[name].is_floating_point())
-    first = next(found, None)
+    floats = (name for name in names if isinstance(values[name], Tensor) and values[name].is_floating_point())
+    first = next(floats, None)
     if first is None:
         raise CalibrationError(
             "the model has no floating-point output for this method to compare: choose another method"
@@ -144,8 +144,8 @@ def evolve(
     """
     population = [(loss(start) if least is None else least, start)] * choices.population
     for _ in range(choices.cycles):
-        drawn = torch.randint(0, len(population), (choices.samples,), generator=generator).tolist()
-        parent = population[min(drawn)][1]  # sorted, the best first
+        numbers = torch.randint(0, len(population), (choices.samples,), generator=generator).tolist()
+        parent = population[min(numbers)][1]  # sorted, the best first
         child = [mutate(quantizer, choices.radius, generator) for quantizer in parent]
         population = sorted([*population, (loss(child), child)], key=lambda individual: individual[0])[:-1]
     return population[0]
@@ -166,8 +166,8 @@ def _move(quantizer: Quantizer, radius: float | None, generator: torch.Generator
     return replace(quantizer, scale=scale.clamp(min=2.0**-94))  # type: ignore[type-var]
 
 
-def info_nce(outputs: Tensor, wanted: Tensor, temperature: float) -> float:
+def info_nce(outputs: Tensor, targets: Tensor, temperature: float) -> float:
     """Return the InfoNCE loss of the outputs against their targets, (N, ...) each."""
-    rows, others = (normalize(value.reshape(len(value), -1), dim=1) for value in (outputs, wanted))
+    rows, others = (normalize(value.reshape(len(value), -1), dim=1) for value in (outputs, targets))
     similar = rows @ others.T
     return float(cross_entropy(similar.double() / temperature, torch.arange(len(similar), device=similar.device)))

@@ -31,14 +31,14 @@ class FisherWeights(BlockError):
         for numbers in output.batches(torch.arange(output.floats.count, device=value.device)):
             chunk = output.pick(numbers)
             exact = chunk[output.name]
-            gradient = output.gradient(chunk, exact, lambda found: probe(list(found.values()), slice(None)))
+            gradient = output.gradient(chunk, exact, lambda outputs: probe(list(outputs.values()), slice(None)))
             _put(output.floats, squares, output.name, numbers, gradient.square())
         self._squares = with_mean_one(squares)
         axis = output.floats.axes.get(output.name)
         self._dim, self._mean = 0, None
         if averaged and axis is not None:
-            self._dim, each = axis
-            self._mean = self._squares.unflatten(self._dim, (-1, each)).mean(self._dim)
+            self._dim, entries = axis
+            self._mean = self._squares.unflatten(self._dim, (-1, entries)).mean(self._dim)
 
     def weights(self, numbers: Tensor) -> Tensor:
         """Return the weights of the output's values on these images."""
@@ -76,22 +76,26 @@ class LowRankFisher(BlockError):
         gradient, change = torch.zeros(()), torch.zeros(())
         for numbers in output.batches(self._numbers):
             chunk, value = output.pick(numbers), quantized(numbers)
-            wanted = output.leaves(chunk)
+            targets = output.leaves(chunk)
 
-            def slope(outputs: Mapping[int, Tensor], wanted: list[Tensor] = wanted) -> Sequence[Tensor]:
-                return distance_gradient(list(outputs.values()), [wanted[index] for index in outputs])
+            def slope(outputs: Mapping[int, Tensor], targets: list[Tensor] = targets) -> Sequence[Tensor]:
+                return distance_gradient(list(outputs.values()), [targets[index] for index in outputs])
 
-            found = output.by_image(output.gradient(chunk, value, slope)).abs()
+            gradients = output.by_image(output.gradient(chunk, value, slope)).abs()
             differences.append(value - chunk[output.name])
-            moved = output.by_image(differences[-1]).abs()
-            gradient, change = (before.to(found) + now.sum(0) for before, now in ((gradient, found), (change, moved)))
-        rows = [len(output.by_image(each)) for each in differences]
+            difference = output.by_image(differences[-1]).abs()
+            gradient, change = (
+                before.to(gradients) + now.sum(0) for before, now in ((gradient, gradients), (change, difference))
+            )
+        rows = [len(output.by_image(difference)) for difference in differences]
         self._gradients.append(gradient / sum(rows))
         self._changes.append(change / sum(rows))
         changes = torch.stack(self._changes).double()
         # Changes that differ only by rounding count as one. Their differences would weight errors by noise.
         self._inverse = torch.linalg.pinv(changes @ changes.t(), hermitian=True, rtol=_EQUAL).to(gradient.dtype)
-        parts = [torch.stack(self._parts(each)) * count for each, count in zip(differences, rows, strict=True)]
+        parts = [
+            torch.stack(self._parts(difference)) * count for difference, count in zip(differences, rows, strict=True)
+        ]
         low, diagonal = (torch.stack(parts).sum(0) / sum(rows)).clamp(min=torch.finfo(torch.float32).tiny)
         self._units = float(low), float(diagonal)
 
@@ -106,13 +110,13 @@ class LowRankFisher(BlockError):
         return low / self._units[0] + diagonal / self._units[1]
 
 
-def _put(values: Values, whole: Tensor, name: str, numbers: Tensor, some: Tensor) -> None:
+def _put(values: Values, values_of_all: Tensor, name: str, numbers: Tensor, some: Tensor) -> None:
     """Write the values of some images into the tensor for all images, along the image axis of the named value."""
     axis = values.axes.get(name)
     if axis is None:
-        whole.copy_(some)
+        values_of_all.copy_(some)
     else:
-        whole.index_copy_(axis[0], places(axis, numbers), some)
+        values_of_all.index_copy_(axis[0], places(axis, numbers), some)
 
 
 # By the value of `Reconstruction.loss`.

@@ -23,12 +23,12 @@ def observe_in_order(
     If a layer is called several times, each call is quantized by the inputs of the calls up to it. search: returns the
     assignment of a group for operands by name.
     """
-    seen = dict(program.tensors)
+    values = dict(program.tensors)
     group_of = {
-        each.node.name: group.until(number)
+        site.node.name: group.until(number)
         for group in groups
         for number, call in enumerate(group.calls)
-        for each in call
+        for site in call
     }
     outputs: dict[str, Tensor] = {}
 
@@ -38,24 +38,24 @@ def observe_in_order(
             return None
         if node.name not in outputs:
             site = group.first
-            seen[group.read[-1]] = args[0]
+            values[group.read[-1]] = args[0]
             if site.role in ("qk", "av"):
-                seen[site.right] = args[1]
-            outputs.update(_quantized_outputs(program, group, search(group, seen), seen))
+                values[site.right] = args[1]
+            outputs.update(_quantized_outputs(program, group, search(group, values), values))
         return outputs.pop(node.name)
 
     program.run(images, watch)
-    return seen
+    return values
 
 
 def _quantized_outputs(
-    program: Program, group: SiteGroup, assignment: Assignment, seen: Mapping[str, Tensor]
+    program: Program, group: SiteGroup, assignment: Assignment, values: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the outputs of the group's last call with quantized operands, by the names of their nodes."""
-    nodes = tuple(each.node for call in group.calls for each in call)
+    nodes = tuple(site.node for call in group.calls for site in call)
     operand_names = dict.fromkeys(name for site in group.sites for name in (*group.read, site.right))
     inputs = tuple(name for name in operand_names if name not in program.tensors)
     last = [site.node.name for site in group.calls[-1]]
     alone = Program(inputs, nodes, tuple(map(Ref, last)), program.tensors)
-    results = rewrite(alone, [(group, assignment)]).run([seen[name] for name in inputs])
+    results = rewrite(alone, [(group, assignment)]).run([values[name] for name in inputs])
     return dict(zip(last, results, strict=True))

@@ -124,10 +124,9 @@ class RangeSearch(AnySearch):
 def own_range(operand: Operand, search: RangeSearch, *, symmetric: bool = False) -> Quantizer:
     """Return the quantizer of each group's range at the percentile with the least own error; the first wins ties."""
     shares = search.percentiles
-    found = quantiles(operand.groups(), [*shares, *(1 - share for share in shares)])
+    ends = quantiles(operand.groups(), [*shares, *(1 - share for share in shares)])
     best, *others = (
-        _ends(operand, low, high, symmetric)
-        for high, low in zip(found[: len(shares)], found[len(shares) :], strict=True)
+        _ends(operand, low, high, symmetric) for high, low in zip(ends[: len(shares)], ends[len(shares) :], strict=True)
     )
     least = _own_error(operand, best) if others else None
     for point in others:

@@ -211,7 +211,7 @@ class _UniformSpace:
         values, form = self.operand.values, self.operand.format
         shape = [values.shape[dim] for dim in form.own_dims]
         top, count = 2**form.bits - 1, POINTS // self.zero_points
-        lowest, low, high, highest = (each.reshape(shape) for each in _quantiles(self.operand.groups()))
+        lowest, low, high, highest = (quantile.reshape(shape) for quantile in _quantiles(self.operand.groups()))
         start, stop = high - low, highest - lowest
         number = torch.arange(count, device=values.device).view(-1, *(1 for _ in shape))
         scales = ((start + number / (count - 1) * (stop - start)) / top).clamp(min=self.least)
@@ -228,7 +228,7 @@ class _UniformSpace:
         return self._quantizer(_refine(scores, grid, spacing, steps, parents=16, least=self.least))
 
     def _quantizer(self, point: Tensor) -> UniformQuantizer:
-        scale, zero_point = (self.operand.reshape(each)[0] for each in point)
+        scale, zero_point = (self.operand.reshape(parameter)[0] for parameter in point)
         return UniformQuantizer(scale, zero_point, self.operand.format.bits)
 
     def start(self, *, own_error: bool) -> UniformQuantizer:
@@ -267,7 +267,7 @@ class _UniformSpace:
         return self._refine_grid(_LossPair.of(error, errors))
 
     def _hat(self, values: Tensor, points: Tensor) -> Tensor:
-        scale, zero_point = (self.operand.reshape(each) for each in points.unbind(1))
+        scale, zero_point = (self.operand.reshape(parameter) for parameter in points.unbind(1))
         return uniform_fake_quantize(values, scale, zero_point, self.operand.format.bits)
 
 

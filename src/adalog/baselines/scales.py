@@ -110,12 +110,12 @@ class ScaleSearch(AnySearch):
             before = first if on_left else second
             if on_left and firsts.is_searched:
                 other = seconds.quantizer(None if self.released and product.role == "av" else second)
-                whole, *sample = (_OperandError.of(x, w, other, h, self) for x, w, h in products)
-                first = firsts.search(whole, *(each.fast() for each in sample))
+                error, *sample = (_OperandError.of(x, w, other, h, self) for x, w, h in products)
+                first = firsts.search(error, *(part.fast() for part in sample))
             elif not on_left and seconds.is_searched:
                 other = firsts.quantizer(first)
-                whole, *sample = (_OperandError.of(w, x, other, _transpose(h), self) for x, w, h in products)
-                second = seconds.search(whole, *(each.fast() for each in sample))
+                error, *sample = (_OperandError.of(w, x, other, _transpose(h), self) for x, w, h in products)
+                second = seconds.search(error, *(part.fast() for part in sample))
             if turn and torch.equal(before, first if on_left else second):
                 break  # the other operand was searched with this result, so later turns would change nothing
         return product.assign(firsts.quantizer(first), seconds.quantizer(second))

@@ -86,11 +86,11 @@ class SplitUniformQuantizer(Quantizer):
         return {"kind": self.kind, **self._common_fields(), "coarse_scale": coarse, "sums": self.sums}
 
     @classmethod
-    def of_fields(cls, name: str, given: Mapping[str, Any], scale: Tensor) -> "SplitUniformQuantizer":
-        coarse = read_scale(name, given["coarse_scale"], list(scale.shape), scale.dtype)
-        if type(given["sums"]) is not bool:
-            raise ArtifactError(f"quantizer {name} has sums = {given['sums']!r}, which is neither true nor false")
-        return SplitUniformQuantizer(scale, coarse, given["bits"], given["sums"])
+    def of_fields(cls, name: str, record: Mapping[str, Any], scale: Tensor) -> "SplitUniformQuantizer":
+        coarse = read_scale(name, record["coarse_scale"], list(scale.shape), scale.dtype)
+        if type(record["sums"]) is not bool:
+            raise ArtifactError(f"quantizer {name} has sums = {record['sums']!r}, which is neither true nor false")
+        return SplitUniformQuantizer(scale, coarse, record["bits"], record["sums"])
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,9 @@ class TwinUniformQuantizer(Quantizer):
         return {"kind": self.kind, **self._common_fields(), "negative_scale": decimals(self.negative_scale)}
 
     @classmethod
-    def of_fields(cls, name: str, given: Mapping[str, Any], scale: Tensor) -> "TwinUniformQuantizer":
-        negative = read_scale(name, given["negative_scale"], list(scale.shape), scale.dtype)
-        return TwinUniformQuantizer(scale, negative, given["bits"])
+    def of_fields(cls, name: str, record: Mapping[str, Any], scale: Tensor) -> "TwinUniformQuantizer":
+        negative = read_scale(name, record["negative_scale"], list(scale.shape), scale.dtype)
+        return TwinUniformQuantizer(scale, negative, record["bits"])
 
 
 @dataclass(frozen=True)

@@ -45,24 +45,24 @@ def encode_quantizer(quantizer: Quantizer) -> dict[str, Any]:
     return {**({} if kind == "float32" else {"dtype": kind}), **quantizer.fields()}
 
 
-def decode_quantizer(name: str, given: Mapping[str, Any]) -> Quantizer:
+def decode_quantizer(name: str, record: Mapping[str, Any]) -> Quantizer:
     """Return the quantizer that `encode_quantizer` encoded.
 
     name: the quantizer's name, for messages.
     Raises ArtifactError if the fields do not describe a quantizer.
     """
-    bits, dtype = given["bits"], given.get("dtype", "float32")
+    bits, dtype = record["bits"], record.get("dtype", "float32")
     if not is_whole(bits, MIN_BITS, MAX_BITS):
         raise ArtifactError(f"quantizer {name} has {bits!r} bits, but quantizers have {MIN_BITS} to {MAX_BITS}")
     if not isinstance(dtype, str) or dtype not in _NAMED:
         raise ArtifactError(f"quantizer {name} has the dtype {dtype!r}, which is not one of {', '.join(_NAMED)}")
-    check_shape(f"quantizer {name}", given["shape"])
-    kind = kind_of(f"quantizer {name}", given["kind"])
-    found = kind.of_fields(name, given, read_scale(name, given["scale"], given["shape"], _NAMED[dtype]))
-    odd = sorted((given.keys() - {"dtype"}) ^ found.fields().keys())
-    if odd:
-        raise ArtifactError(f"quantizer {name} has missing or unknown fields: {', '.join(odd)}")
-    return found
+    check_shape(f"quantizer {name}", record["shape"])
+    kind = kind_of(f"quantizer {name}", record["kind"])
+    quantizer = kind.of_fields(name, record, read_scale(name, record["scale"], record["shape"], _NAMED[dtype]))
+    names = sorted((record.keys() - {"dtype"}) ^ quantizer.fields().keys())
+    if names:
+        raise ArtifactError(f"quantizer {name} has missing or unknown fields: {', '.join(names)}")
+    return quantizer
 
 
 def decode_weight(name: str, kind: Any, stored: Mapping[str, Tensor], bits: int, shape: list[int]) -> QuantizedTensor:
@@ -90,9 +90,9 @@ def decode_weight(name: str, kind: Any, stored: Mapping[str, Tensor], bits: int,
         raise ArtifactError(
             f"the tensors and the header do not match: only one of them names {missing.args[0]}/{name}"
         ) from missing
-    odd = sorted(stored.keys() - quantizer.stored_parameters().keys() - {"codes"})
-    if odd:
-        raise ArtifactError(f"the tensors and the header do not match: only one of them names {odd[0]}/{name}")
+    names = sorted(stored.keys() - quantizer.stored_parameters().keys() - {"codes"})
+    if names:
+        raise ArtifactError(f"the tensors and the header do not match: only one of them names {names[0]}/{name}")
     lead = (-1, *(1 for _ in shape[1:]))
     return check_weight(name, QuantizedTensor(codes, quantizer.map(lambda value: value.reshape(lead))))
 
@@ -118,13 +118,13 @@ def kind_of(what: str, kind: Any) -> type[Quantizer]:
     what: the thing that has this kind, for messages.
     Raises ArtifactError if no class has this name.
     """
-    found = [each for each in _subclasses(Quantizer) if getattr(each, "kind", None) == kind]
-    if kind is None or not found:
+    matches = [candidate for candidate in _subclasses(Quantizer) if getattr(candidate, "kind", None) == kind]
+    if kind is None or not matches:
         raise ArtifactError(f"{what} is of the unknown kind {kind!r}")
-    return found[-1]
+    return matches[-1]
 
 
 def _subclasses(base: type[Any]) -> Iterator[type[Quantizer]]:
-    for each in base.__subclasses__():
-        yield each
-        yield from _subclasses(each)
+    for subclass in base.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

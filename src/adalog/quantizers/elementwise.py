@@ -42,13 +42,13 @@ _LEAST = 16  # consecutive values that share parameters; with fewer, PyTorch is 
 @functools.cache
 def _functions() -> dict[str, Callable[..., None]]:
     """Return the library's functions by name, or an empty dict without the library."""
-    found, _ = library.load()
-    if found is None:
+    library_here, _ = library.load()
+    if library_here is None:
         return {}
     searching = {f"{name}_{kind}": types for name, types in _SEARCH.items() for kind in KINDS.values()}
     functions = {}
     for name, types in {**_FAKE_QUANTIZATION, **_CORRECTION, **searching}.items():
-        functions[name] = getattr(found, f"adalog_{name}")
+        functions[name] = getattr(library_here, f"adalog_{name}")
         functions[name].argtypes, functions[name].restype = types, None
     return functions
 
@@ -96,14 +96,14 @@ def _call_for(name: str, x: Tensor, *parameters: Tensor) -> tuple[Callable[..., 
 def _sizes_for(x: Tensor, parameters: Sequence[Tensor]) -> tuple[int, int, int] | None:
     """Return the sizes of x around the dimensions in which the parameters vary, or None if these do not fit."""
     shape = parameters[0].shape
-    if any(each.shape != shape for each in parameters) or len(shape) > x.ndim:
+    if any(parameter.shape != shape for parameter in parameters) or len(shape) > x.ndim:
         return None
     own = [(dim, size) for dim, size in enumerate(shape, x.ndim - len(shape)) if size != 1]
     if not own:
         return 1, 1, x.numel()
-    found = sizes_around(x.shape, [dim for dim, _ in own])
+    sizes = sizes_around(x.shape, [dim for dim, _ in own])
     fits = x.is_contiguous() and all(x.shape[dim] == size for dim, size in own)
-    return found if fits and found is not None and found[2] >= _LEAST else None
+    return sizes if fits and sizes is not None and sizes[2] >= _LEAST else None
 
 
 def nearest_uniform(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor | None:
@@ -141,12 +141,12 @@ def nearest_log(
         result = torch.empty_like(x, memory_format=torch.contiguous_format)
         module.nearest_log(x.contiguous(), offset, scale, span, places, *tables, result)
         return result
-    taken = _call_for("nearest_log", x, scale) if scale.numel() == 1 and c_function("nearest_log", *tables) else None
-    if taken is None:
+    call = _call_for("nearest_log", x, scale) if scale.numel() == 1 and c_function("nearest_log", *tables) else None
+    if call is None:
         return None
     x = x.contiguous()
     result, (ends, levels) = torch.empty_like(x), (table.data_ptr() for table in tables)
-    taken[0](x.data_ptr(), x.numel(), offset, scale.item(), *span, *places, ends, levels, result.data_ptr())
+    call[0](x.data_ptr(), x.numel(), offset, scale.item(), *span, *places, ends, levels, result.data_ptr())
     return result
 
 
@@ -164,12 +164,12 @@ def straight_through(
     if taken is None or torch.is_grad_enabled():
         return None
     low, high, step = trained
-    values, ends = ([each.contiguous() for each in some] for some in ((gradient, x, hat), (low, high)))
+    values, ends = ([value.contiguous() for value in some] for some in ((gradient, x, hat), (low, high)))
     (call, sizes), result = taken, torch.empty_like(values[1])
     sums = torch.zeros(low.numel(), 3, dtype=torch.float64, device=x.device)
-    given, between, made = ([each.data_ptr() for each in some] for some in (values, ends, [result, sums]))
-    call(*given, *sizes, *between, above, mixed, *made)
-    by_low, by_high, by_step = (each.reshape(low.shape).to(low.dtype) for each in sums.unbind(1))
+    sources, between, results = ([value.data_ptr() for value in some] for some in (values, ends, [result, sums]))
+    call(*sources, *sizes, *between, above, mixed, *results)
+    by_low, by_high, by_step = (total.reshape(low.shape).to(low.dtype) for total in sums.unbind(1))
     return result, [by_low, by_high, by_step / step]
 
 
@@ -204,9 +204,9 @@ def codes_in_turn(
     call = c_function("codes_in_turn", *wholes, form, dtype=torch.float64)
     if call is None:
         return None
-    given = [None if block is None else block.data_ptr() for block in (*blocks, *parameters)]
+    addresses = [None if block is None else block.data_ptr() for block in (*blocks, *parameters)]
     sizes = groups, len(rows), outputs, left.shape[1] * outputs, *form.stride()
-    call(*given, 2**bits - 1, *sizes, codes[:, span].data_ptr(), moved.data_ptr())
+    call(*addresses, 2**bits - 1, *sizes, codes[:, span].data_ptr(), moved.data_ptr())
     return moved
 
 

@@ -94,8 +94,8 @@ class Format:
         values = values.contiguous()  # once for all candidates
 
         def errors(points: Tensor, dtype: torch.dtype) -> Tensor:
-            found = self.of(self._shaped(points, values.shape))
-            return found.fake_quantize(values[None]).sub_(values).to(dtype)
+            quantizer = self.of(self._shaped(points, values.shape))
+            return quantizer.fake_quantize(values[None]).sub_(values).to(dtype)
 
         return errors
 
@@ -114,7 +114,7 @@ class Format:
 
     def _shaped(self, points: Tensor, shape: Sequence[int]) -> Tensor:
         """Return points (K, P, *groups) as (K, P, ...), to broadcast against values of this shape."""
-        return torch.stack([shaped_against(each, shape, self.own_dims) for each in points.unbind(1)], dim=1)
+        return torch.stack([shaped_against(parameter, shape, self.own_dims) for parameter in points.unbind(1)], dim=1)
 
 
 @dataclass(frozen=True)

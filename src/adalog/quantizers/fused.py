@@ -79,19 +79,22 @@ def uniform_errors(
     fit = sizes is not None and scale.numel() == zero_point.numel() == len(scale) * sizes[1]
     module = _kernels(len(scale), dtype, values, scale, zero_point)
     if module is not None and sizes is not None and fit:
-        values, scale, zero_point = values.contiguous(), *(each.reshape(len(each), -1) for each in (scale, zero_point))
+        values, scale, zero_point = (
+            values.contiguous(),
+            *(value.reshape(len(value), -1) for value in (scale, zero_point)),
+        )
         result = _empty(len(scale), values, dtype)
         parameters = scale.contiguous(), zero_point.contiguous(), 2**bits - 1
         module.uniform_errors(values, *parameters, sizes, _matrix(values), result)
         return result
     if function is None or sizes is None or not fit:
-        scale, zero_point = (shaped_against(each, values.shape, own_dims) for each in (scale, zero_point))
+        scale, zero_point = (shaped_against(value, values.shape, own_dims) for value in (scale, zero_point))
         # The same values as those of `uniform_fake_quantize`, with fewer passes over the candidates.
         steps = torch.div(values, scale).round_()
         torch.maximum(steps, -zero_point, out=steps)
         torch.minimum(steps, 2**bits - 1 - zero_point, out=steps)
         return steps.mul_(scale).sub_(values).to(dtype)
-    values, scale, zero_point = (each.contiguous() for each in (values, scale, zero_point))
+    values, scale, zero_point = (value.contiguous() for value in (values, scale, zero_point))
     result = _empty(len(scale), values, dtype)
     pointers = scale.data_ptr(), zero_point.data_ptr()
     function(values.data_ptr(), *sizes, _matrix(values), *pointers, 2**bits - 1, len(scale), result.data_ptr())

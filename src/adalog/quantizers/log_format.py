@@ -75,7 +75,9 @@ class LogFormat(Format):
         if self.q:
             return low, high
         ends = math.log2(self.q_min), math.log2(self.q_max)
-        low, high = (torch.cat([torch.full_like(each, end), each]) for each, end in zip((low, high), ends, strict=True))
+        low, high = (
+            torch.cat([torch.full_like(bound, end), bound]) for bound, end in zip((low, high), ends, strict=True)
+        )
         return low, high
 
     def point_of(self, quantizer: Quantizer) -> Tensor | None:
@@ -90,7 +92,7 @@ class LogFormat(Format):
     def fake_quantize(self, point: Tensor, values: Tensor) -> Tensor:
         if not self.own_dims:
             return super().fake_quantize(point, values)
-        levels, cuts = (each[0].to(values.dtype) for each in self.steps(point[None]))
+        levels, cuts = (table[0].to(values.dtype) for table in self.steps(point[None]))
         return nearest_levels(values.reshape(len(values), -1), levels, cuts).view(values.shape)
 
     def errors(self, values: Tensor) -> Errors:
@@ -116,7 +118,7 @@ class LogFormat(Format):
         bins = bins.reshape(-1)
 
         def errors(points: Tensor, dtype: torch.dtype) -> Tensor:
-            levels, cuts = (each.view(len(points), groups, -1) for each in self.steps(points))
+            levels, cuts = (table.view(len(points), groups, -1) for table in self.steps(points))
             sought = (cuts + self.offset).transpose(0, 1).reshape(groups, -1)
             ends = torch.searchsorted(middles, sought, right=True)  # the first bin above each threshold
             ends = ends.view(groups, len(points), -1).transpose(0, 1)
@@ -139,9 +141,9 @@ class LogFormat(Format):
         )
         row = torch.zeros_like(points[:, 0]) if self.q else points[:, 0].double().exp2().round().clamp(low, high) - low
         factor = points[:, -1, ..., None].clamp(min=_LEAST_SCALE).double()
-        chosen = row.to(torch.int64).reshape(-1)
+        numbers = row.to(torch.int64).reshape(-1)
         levels, cuts = (
-            each.index_select(0, chosen).view(*row.shape, each.shape[1]) * factor - self.offset for each in tables
+            table.index_select(0, numbers).view(*row.shape, table.shape[1]) * factor - self.offset for table in tables
         )
         return levels, cuts
 

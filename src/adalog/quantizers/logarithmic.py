@@ -374,9 +374,9 @@ class LogQuantizer(Quantizer):
             if bins.fit and are_values(x):  # the level is looked up directly, without the code
                 levels = self.dequantize(bins.counts.reshape(-1)).to(x.dtype).reshape(-1)
                 span, places = (bins.lowest, bins.highest), (bins.drop, bins.first)
-                found = nearest_log(x, self.offset, self.scale, span, places, bins.ends, levels)
-                if found is not None:
-                    return found
+                nearest = nearest_log(x, self.offset, self.scale, span, places, bins.ends, levels)
+                if nearest is not None:
+                    return nearest
                 return by_slices(lambda some: levels.index_select(0, self._places(some, bins)), flat).view(x.shape)
         return by_slices(lambda some: self.dequantize(self.quantize(some)).to(x.dtype), flat).view(x.shape)
 
@@ -493,8 +493,8 @@ class LogQuantizer(Quantizer):
         return {"kind": self.kind, **self._common_fields(), **{name: getattr(self, name) for name in _FIELDS}}
 
     @classmethod
-    def of_fields(cls, name: str, given: Mapping[str, Any], scale: Tensor) -> "LogQuantizer":
-        choices = {key: given[key] for key in _FIELDS}
+    def of_fields(cls, name: str, record: Mapping[str, Any], scale: Tensor) -> "LogQuantizer":
+        choices = {key: record[key] for key in _FIELDS}
         sane = scale.numel() == 1 and all(is_whole(choices[key], 1, 2**16) for key in ("q", "r"))
         sane = sane and choices["beyond"] in get_args(Beyond) and choices["rounding"] in get_args(Rounding)
         sane = sane and all(type(choices[key]) is bool for key in ("table", "keeps_offset"))
@@ -502,7 +502,7 @@ class LogQuantizer(Quantizer):
         sane = sane and all(is_whole(choices[key], 0, 16) for key in ("width", "headroom"))
         if not sane:
             raise ArtifactError(f"quantizer {name} has invalid fields for a logarithmic quantizer: {choices}")
-        return LogQuantizer(scale=scale, bits=given["bits"], **choices)
+        return LogQuantizer(scale=scale, bits=record["bits"], **choices)
 
 
 _FIELDS = ("q", "r", "beyond", "rounding", "table", "offset", "keeps_offset", "width", "headroom")

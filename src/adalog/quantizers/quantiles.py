@@ -28,8 +28,8 @@ def thin(sample: Tensor, stack: int = 1) -> Tensor:
     stack: the number of samples that follow one another in the rows. Each of them is thinned as if it were alone.
     """
     size = sample.shape[1]
-    wanted = max(SORTED_ELEMENTS * stack // len(sample), _SORTED_OF_ROW)
-    return sample[:, :: coprime(max(1, size // wanted), size)]
+    count = max(SORTED_ELEMENTS * stack // len(sample), _SORTED_OF_ROW)
+    return sample[:, :: coprime(max(1, size // count), size)]
 
 
 def ascending(rows: Tensor) -> Tensor:
@@ -46,8 +46,11 @@ def thinned_quantiles(sample: Tensor, fractions: Sequence[float], stack: int = 1
 
     stack: as in `thin`.
     """
-    inner = iter(_of_sorted(ascending(thin(sample, stack)), [each for each in fractions if 0 < each < 1]))
-    return [sample.amin(dim=1) if each <= 0 else sample.amax(dim=1) if each >= 1 else next(inner) for each in fractions]
+    inner = iter(_of_sorted(ascending(thin(sample, stack)), [fraction for fraction in fractions if 0 < fraction < 1]))
+    return [
+        sample.amin(dim=1) if fraction <= 0 else sample.amax(dim=1) if fraction >= 1 else next(inner)
+        for fraction in fractions
+    ]
 
 
 def positive_quantile(rows: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
@@ -72,19 +75,19 @@ def quantiles(rows: Tensor, fractions: Sequence[float]) -> list[Tensor]:
     """
     if set(fractions) <= {0.0, 1.0}:
         ends = {0.0: rows.amin(dim=1), 1.0: rows.amax(dim=1)}
-        return [ends[each] for each in fractions]
+        return [ends[fraction] for fraction in fractions]
     if rows.shape[1] > QUANTILE_LIMIT:
         return _of_sorted(ascending(rows), fractions)
     some = max(1, QUANTILE_LIMIT // rows.shape[1])
-    found = [each.quantile(each.new_tensor(fractions), dim=1) for each in rows.split(some)]
-    return list(torch.cat(found, dim=1))
+    parts = [part.quantile(part.new_tensor(fractions), dim=1) for part in rows.split(some)]
+    return list(torch.cat(parts, dim=1))
 
 
 def _of_sorted(ordered: Tensor, fractions: Sequence[float]) -> list[Tensor]:
     """Return the quantiles of rows that are already sorted; ranks are computed in float64."""
-    last, found = ordered.shape[1] - 1, []
+    last, values = ordered.shape[1] - 1, []
     for fraction in fractions:
         rank = fraction * last
         below, above = (ordered[:, place] for place in (int(rank), min(int(rank) + 1, last)))
-        found.append(torch.lerp(below, above, rank - int(rank)))
-    return found
+        values.append(torch.lerp(below, above, rank - int(rank)))
+    return values

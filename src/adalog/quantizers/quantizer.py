@@ -70,14 +70,14 @@ class _QuantizedStraightThrough(torch.autograd.Function):
         at_once = straight_through(gradient, x, hat, trained, ctx.above, ctx.mixed)
         if at_once is not None:
             return at_once[0], *at_once[1], None, None, None
-        needed = any(ctx.needs_input_grad[1:4])
-        found = torch.empty_like(gradient)
-        sums = [torch.zeros_like(value) for value in trained] if needed else []
-        for given, put, *others in zip(*_slices([gradient, found, x, hat], trained), strict=True):
+        trains = any(ctx.needs_input_grad[1:4])
+        result = torch.empty_like(gradient)
+        sums = [torch.zeros_like(value) for value in trained] if trains else []
+        for slopes, put, *others in zip(*_slices([gradient, result, x, hat], trained), strict=True):
             wide = torch.promote_types(x.dtype, trained[0].dtype)
-            values, hats = (each.to(wide) for each in others)
-            put.copy_(_gradient_by_values(given.to(wide), values, hats, trained, sums, ctx.above, ctx.mixed))
-        return found if ctx.needs_input_grad[0] else None, *(sums if needed else (None,) * 3), None, None, None
+            values, hats = (value.to(wide) for value in others)
+            put.copy_(_gradient_by_values(slopes.to(wide), values, hats, trained, sums, ctx.above, ctx.mixed))
+        return result if ctx.needs_input_grad[0] else None, *(sums if trains else (None,) * 3), None, None, None
 
 
 class _ScaledStraightThrough(torch.autograd.Function):
@@ -130,16 +130,16 @@ def _gradient_by_values(
     return by_x
 
 
-def _one_where(compare: Callable[..., Tensor], one: Tensor, other: Tensor) -> Tensor:
+def _one_where(compare: Callable[..., Tensor], first: Tensor, second: Tensor) -> Tensor:
     """Return a comparison as numbers, 1 if it holds and 0 if not, in the dtype of the first tensor."""
-    return compare(one, other, out=torch.empty_like(one))
+    return compare(first, second, out=torch.empty_like(first))
 
 
-def _product_sum(one: Tensor, other: Tensor, like: Tensor) -> Tensor:
+def _product_sum(first: Tensor, second: Tensor, like: Tensor) -> Tensor:
     """Return one * other, summed over all dimensions that `like` broadcasts over, in the shape of `like`."""
     if like.numel() == 1:
-        return torch.dot(one.reshape(-1), other.reshape(-1)).reshape(like.shape)
-    return (one * other).sum_to_size(like.shape)
+        return torch.dot(first.reshape(-1), second.reshape(-1)).reshape(like.shape)
+    return (first * second).sum_to_size(like.shape)
 
 
 class Quantizer(ABC):
@@ -192,10 +192,10 @@ class Quantizer(ABC):
         if not differentiable:
             return hat
         low, high = self.bounds()
-        made: Tensor = _QuantizedStraightThrough.apply(  # type: ignore[no-untyped-call]
+        result: Tensor = _QuantizedStraightThrough.apply(  # type: ignore[no-untyped-call]
             x, low, high, self.step(x), hat, self.kept_offset, kept is not None
         )
-        return made
+        return result
 
     def _fake_quantize_in_few_operations(self, x: Tensor, kept: Tensor | None, origin: float) -> Tensor:
         """Return the same as `fake_quantize`, with gradients of the scale and the zero point."""
@@ -208,10 +208,10 @@ class Quantizer(ABC):
                 torch.maximum(inside, kept, out=inside)
             error = torch.addcmul(hat - (above + origin) if above + origin else hat, inside, x, value=-1)
             error = error.add_(inside, alpha=origin) if origin else error
-        made: Tensor = _ScaledStraightThrough.apply(  # type: ignore[no-untyped-call]
+        result: Tensor = _ScaledStraightThrough.apply(  # type: ignore[no-untyped-call]
             x, self.scale, self.parameters().get("zero_point"), hat, inside, error
         )
-        return made
+        return result
 
     def _nearest_and_bounds(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return x_hat and the result of `bounds`."""
@@ -254,13 +254,13 @@ class Quantizer(ABC):
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the tensor fields by name."""
-        found = {entry.name: getattr(self, entry.name) for entry in fields(self)}  # type: ignore[arg-type]
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def map(self: Same, function: Callable[[Tensor], Tensor]) -> Same:
         """Apply a function (a reshape, a move to a device, a cast) to every parameter."""
-        changed = {name: function(value) for name, value in self.parameters().items()}
-        return replace(self, **changed)  # type: ignore[type-var]
+        values = {name: function(value) for name, value in self.parameters().items()}
+        return replace(self, **values)  # type: ignore[type-var]
 
     def rescale(self: Same, factor: float | Tensor) -> Same:
         """Multiply the scales by `factor`, which is one number or one factor per scale."""
@@ -381,7 +381,7 @@ class Quantizer(ABC):
 
     @classmethod
     @abstractmethod
-    def of_fields(cls: type[Same], name: str, given: Mapping[str, Any], scale: Tensor) -> Same:
+    def of_fields(cls: type[Same], name: str, record: Mapping[str, Any], scale: Tensor) -> Same:
         """Return the quantizer that `fields` described.
 
         name: the quantizer's name, for messages.
@@ -413,11 +413,11 @@ def by_slices(function: Callable[[Tensor], Tensor], x: Tensor, scale: Tensor | N
     It is computed on all of x at once if the scale varies along that dimension, and on devices other than the CPU.
     """
     result = torch.empty_like(x)
-    given, put = _slices([x, result], [] if scale is None else [scale])
-    if len(given) == 1:
+    sources, put = _slices([x, result], [] if scale is None else [scale])
+    if len(sources) == 1:
         return function(x)
-    for some, there in zip(given, put, strict=True):
-        there.copy_(function(some))
+    for some, target in zip(sources, put, strict=True):
+        target.copy_(function(some))
     return result
 
 

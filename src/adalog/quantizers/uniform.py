@@ -65,8 +65,8 @@ def bounds_to_uniform(lower: Tensor, upper: Tensor, bits: int) -> tuple[Tensor, 
     trained = torch.is_grad_enabled() and (lower.requires_grad or upper.requires_grad)
     module = None if trained or lower.shape != upper.shape else kernels(lower, upper)
     if module is not None and lower.ndim and lower.numel():
-        ends = [each.reshape(len(each), -1) for each in (lower, upper)]
-        ends = [each if each.stride(1) == 1 else each.contiguous() for each in ends]
+        ends = [bound.reshape(len(bound), -1) for bound in (lower, upper)]
+        ends = [bound if bound.stride(1) == 1 else bound.contiguous() for bound in ends]
         scale, zero_point = module.uniform_of_bounds(*ends, top, least_scale(lower.dtype))
         return scale.view(lower.shape), zero_point.view(lower.shape)
     lower, upper = lower.clamp(max=0), upper.clamp(min=0)
@@ -100,8 +100,8 @@ class UniformQuantizer(Quantizer):
         def value(some: Tensor) -> Tensor:  # codes of float64 values stay float64, whatever the scale's dtype is
             return uniform_dequantize(self.quantize(some), self.scale, self.zero_point).to(x.dtype)
 
-        found = nearest_uniform(x, self.scale, self.zero_point, self.bits)
-        return by_slices(value, x, self.scale) if found is None else found
+        codes = nearest_uniform(x, self.scale, self.zero_point, self.bits)
+        return by_slices(value, x, self.scale) if codes is None else codes
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         return -self.zero_point * self.scale, (2**self.bits - 1 - self.zero_point) * self.scale
@@ -168,10 +168,10 @@ class UniformQuantizer(Quantizer):
         return UniformQuantizer(scale, zero_point, bits)
 
     @classmethod
-    def of_fields(cls, name: str, given: Mapping[str, Any], scale: Tensor) -> "UniformQuantizer":
-        zero_point = torch.tensor(given["zero_point"], dtype=scale.dtype).reshape(scale.shape)
-        check_parameters(name, scale, zero_point, given["bits"])
-        return UniformQuantizer(scale, zero_point, given["bits"])
+    def of_fields(cls, name: str, record: Mapping[str, Any], scale: Tensor) -> "UniformQuantizer":
+        zero_point = torch.tensor(record["zero_point"], dtype=scale.dtype).reshape(scale.shape)
+        check_parameters(name, scale, zero_point, record["bits"])
+        return UniformQuantizer(scale, zero_point, record["bits"])
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,8 @@ class UniformFormat(Format):
         values = values.contiguous()  # once for all candidates
 
         def errors(points: Tensor, dtype: torch.dtype) -> Tensor:
-            found = self.of(points)
-            return uniform_errors(values, found.scale, found.zero_point, self.bits, self.own_dims, dtype)
+            quantizer = self.of(points)
+            return uniform_errors(values, quantizer.scale, quantizer.zero_point, self.bits, self.own_dims, dtype)
 
         return errors
 

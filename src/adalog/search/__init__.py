@@ -63,7 +63,7 @@ class AnySearch(ABC):
         self, values: Sequence[Tensor], bits: int, weights: Sequence[Tensor]
     ) -> list[tuple[Fold, UniformQuantizer | None]]:
         """Return the results of `fold_channels` for several norms, whose values and weights have the same shapes."""
-        return [self.fold_channels(*each) for each in zip(values, repeat(bits), weights)]
+        return [self.fold_channels(*arguments) for arguments in zip(values, repeat(bits), weights)]
 
     @abstractmethod
     def search_product(self, product: Product) -> Assignment:

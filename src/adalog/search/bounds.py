@@ -147,11 +147,11 @@ class Search(AnySearch):
         second = None if start is None else product.right.point_of(start.right)
         if (first is None) != product.left.is_float or (second is None) != product.right.is_float:
             start = None  # its bits or kinds of quantizers differ from the formats of the operands
-        found = self._assign(product, *self._points(product.left, product.right, first, second))
+        assignment = self._assign(product, *self._points(product.left, product.right, first, second))
         if start is None:
-            return found
-        given = product.assign(start.left, start.right)
-        return found if found.sqnr > given.sqnr else given
+            return assignment
+        current = product.assign(start.left, start.right)
+        return assignment if assignment.sqnr > current.sqnr else current
 
     def search_together(self, products: Sequence[Product]) -> list[Assignment]:
         if len(products) == 1:
@@ -192,15 +192,15 @@ class Search(AnySearch):
             right_hat = right.fake_quantize_at(second)
         going = torch.ones_like(error, dtype=torch.bool)
         for index in range(self.rounds):
-            before, moved = error, torch.zeros_like(going)
+            before, changed = error, torch.zeros_like(going)
             if first is not None:
-                found, least = _search_operand(left, right.values, right_hat, self, first, nearby=many and index > 0)
-                moved = going & (found != first).movedim(0, -1).reshape(*going.shape, -1).any(-1)
-                first, error = _where(going, found, first), torch.where(going, least, error)
+                best, least = _search_operand(left, right.values, right_hat, self, first, nearby=many and index > 0)
+                changed = going & (best != first).movedim(0, -1).reshape(*going.shape, -1).any(-1)
+                first, error = _where(going, best, first), torch.where(going, least, error)
                 left_hat = left.fake_quantize_at(first)
-            if second is not None and bool(moved.any()):
-                found, least = _search_operand(right, left.values, left_hat, self, second, nearby=many)
-                second, error = _where(moved, found, second), torch.where(moved, least, error)
+            if second is not None and bool(changed.any()):
+                best, least = _search_operand(right, left.values, left_hat, self, second, nearby=many)
+                second, error = _where(changed, best, second), torch.where(changed, least, error)
                 right_hat = right.fake_quantize_at(second)
             going = going & ~(error > before * (1 - _LEAST_GAIN))
             if index + 1 < self.rounds and not bool(going.any()):
@@ -208,12 +208,12 @@ class Search(AnySearch):
         return first, second
 
 
-def _where(which: Tensor, found: Tensor, before: Tensor) -> Tensor:
+def _where(which: Tensor, after: Tensor, before: Tensor) -> Tensor:
     """Return the points that were found for some products of a stack, and those before for all others.
 
-    which: (stack,), or () for a single product. found, before: (P, stack, *groups), or (P, *groups).
+    which: (stack,), or () for a single product. after, before: (P, stack, *groups), or (P, *groups).
     """
-    return torch.where(which.view(1, *which.shape, *(1 for _ in range(found.ndim - 1 - which.ndim))), found, before)
+    return torch.where(which.view(1, *which.shape, *(1 for _ in range(after.ndim - 1 - which.ndim))), after, before)
 
 
 def best_ranges(values: Tensor, bits: int, search: Search, weight: Tensor) -> list[FoldRanges]:
@@ -226,7 +226,7 @@ def best_ranges(values: Tensor, bits: int, search: Search, weight: Tensor) -> li
 
     def error(ranges: FoldRanges) -> Tensor:
         scale, zero_point = (
-            each.unsqueeze(1) for each in search_channels(fitted, bits, replace(search, fold_ranges=ranges))
+            parameter.unsqueeze(1) for parameter in search_channels(fitted, bits, replace(search, fold_ranges=ranges))
         )
         added = UniformQuantizer(scale, zero_point, bits).fake_quantize(held_out) - held_out
         return (added @ weight.mT).square().sum((1, 2))
@@ -277,13 +277,13 @@ def search_own(operand: Operand, search: Search) -> Tensor:
 
     def loss(points: Tensor) -> Tensor:
         count, _, *groups = points.shape
-        levels, cuts = (each.reshape(count, -1, each.shape[-1]) for each in operand.format.steps(points))
+        levels, cuts = (table.reshape(count, -1, table.shape[-1]) for table in operand.format.steps(points))
         return own.loss(levels, cuts).view(count, *groups)
 
     return minimise(once(loss, operand.format.snap), operand, replace(search, strategy="fpcs"))
 
 
-def uniform_is_closer(operands: Sequence[Operand], found: Sequence[Quantizer], search: Search) -> list[bool]:
+def uniform_is_closer(operands: Sequence[Operand], quantizers: Sequence[Quantizer], search: Search) -> list[bool]:
     """Return for each operand whether a uniform quantizer of as many bits has a smaller error of its values.
 
     They are compared on some 1,024 rows. The operands have the same shape.
@@ -296,7 +296,7 @@ def uniform_is_closer(operands: Sequence[Operand], found: Sequence[Quantizer], s
             UniformFormat(quantizer.bits),
             None if operand.mask is None else operand.mask.reshape(count, -1)[::step],
         )
-        for operand, quantizer in zip(operands, found, strict=True)
+        for operand, quantizer in zip(operands, quantizers, strict=True)
     ]
     points = search_own(Operand.stack(samples), search).unbind(1)
 
@@ -304,7 +304,7 @@ def uniform_is_closer(operands: Sequence[Operand], found: Sequence[Quantizer], s
         return (sample.fake_quantize(quantizer) - sample.values).square().sum()
 
     uniform = [error(sample, sample.quantizer(point)) for sample, point in zip(samples, points, strict=True)]
-    errors = [error(sample, quantizer) for sample, quantizer in zip(samples, found, strict=True)]
+    errors = [error(sample, quantizer) for sample, quantizer in zip(samples, quantizers, strict=True)]
     closer: list[bool] = (torch.stack(uniform) < torch.stack(errors)).tolist()
     return closer
 
@@ -334,7 +334,7 @@ def _search_operand(
         elif nearby:
             fair = fast
         rough = fast
-    start, found, totals = 0, list[Tensor](), list[Tensor]()
+    start, points, totals = 0, list[Tensor](), list[Tensor]()
     for piece, fairer, rougher in zip(error.by_rows(), fair.by_rows(), rough.by_rows(), strict=True):
         rows = slice(start, start := start + piece.left.shape[-2])
         known = incumbent if incumbent is None or piece is error else incumbent[..., rows]
@@ -342,9 +342,9 @@ def _search_operand(
         cheaper = None if rough is fair else rougher.loss_once(form.errors, form.snap)
         best = minimise(fairer.loss_once(form.errors, form.snap), some, search, known, cheaper, nearby=nearby)
         best, least = _better(piece, some, best, known)
-        found.append(best)
+        points.append(best)
         totals.append(least)
-    return found[0] if len(found) == 1 else torch.cat(found, dim=-1), sum(totals[1:], start=totals[0])
+    return points[0] if len(points) == 1 else torch.cat(points, dim=-1), sum(totals[1:], start=totals[0])
 
 
 def judges(

@@ -54,7 +54,7 @@ class DistinctCandidates:
         return losses.gather(0, self.place)
 
 
-def once(loss: Callable[[Tensor], Tensor], settled: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def once(loss: Callable[[Tensor], Tensor], snap: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a function with the same losses that scores candidates only once if they are equal after `snap`.
 
     On an accelerator, which would have to wait for the number of distinct candidates, all are scored.
@@ -62,8 +62,8 @@ def once(loss: Callable[[Tensor], Tensor], settled: Callable[[Tensor], Tensor]) 
 
     def score(points: Tensor) -> Tensor:
         if waits_for_launches(points.device):
-            return loss(settled(points))
-        found = DistinctCandidates.of(settled(points))
-        return found.to_all(loss(found.points))
+            return loss(snap(points))
+        distinct = DistinctCandidates.of(snap(points))
+        return distinct.to_all(loss(distinct.points))
 
     return score

@@ -170,7 +170,7 @@ class LeadingForm(Form):
         drawn = torch.randn(columns, count, generator=drawing, dtype=matrix.dtype, device="cpu").to(matrix.device)
         basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix @ drawn).Q).Q
         # In float64, since LAPACK's float32 may not converge if nearly all inputs are zero.
-        power, turn = (each.to(matrix.dtype) for each in torch.linalg.eigh((basis.mT @ matrix @ basis).double()))
+        power, turn = (value.to(matrix.dtype) for value in torch.linalg.eigh((basis.mT @ matrix @ basis).double()))
         directions, number = basis @ turn, torch.finfo(power.dtype)
         length = torch.maximum(power, (power[..., -1:] * number.eps).clamp(min=number.tiny)).sqrt().unsqueeze(-2)
         factor, base = directions * length, (gram.base @ directions) / length
@@ -244,13 +244,13 @@ def gram_matrix(rows: Tensor) -> Tensor:
     size = max(_PANEL_OF_ACCELERATOR if waits_for_launches(rows.device) else _PANEL, -(-count // _PANELS))
     if count <= size:
         return rows @ rows.mT
-    found = rows.new_empty((*rows.shape[:-1], count))
+    matrix = rows.new_empty((*rows.shape[:-1], count))
     for start in range(0, count, size):
         end = min(start + size, count)
         panel = rows[..., start:end, :] @ rows[..., :end, :].mT
-        found[..., start:end, :end] = panel
-        found[..., :start, start:end] = panel[..., :start].mT
-    return found
+        matrix[..., start:end, :end] = panel
+        matrix[..., :start, start:end] = panel[..., :start].mT
+    return matrix
 
 
 def error_base(left: Tensor, right: Tensor, right_hat: Tensor) -> Tensor:

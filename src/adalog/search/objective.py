@@ -167,13 +167,13 @@ class ProductError:
         splits = [(split, errors(split.left)) for split in self.splits()]
 
         def loss(points: Tensor) -> Tensor:
-            first, *others = (split.loss_of(added, points) for split, added in splits)
+            first, *others = (split.loss_of(candidates, points) for split, candidates in splits)
             return sum(others, start=first)
 
         return loss
 
     def loss_once(
-        self, errors: Callable[[Tensor], Errors], settled: Callable[[Tensor], Tensor]
+        self, errors: Callable[[Tensor], Errors], snap: Callable[[Tensor], Tensor]
     ) -> Callable[[Tensor], Tensor]:
         """Return a function with the same result as `loss_by` that scores candidates of a group once if they are equal.
 
@@ -186,15 +186,15 @@ class ProductError:
 
         def loss(points: Tensor) -> Tensor:
             if waits_for_launches(points.device):
-                return whole(settled(points))
-            found = DistinctCandidates.of(settled(points))
-            if not by_rows or int(found.counts.min()) == len(found.points):
-                return found.to_all(whole(found.points))
-            losses = points.new_zeros(len(found.points), len(self.left))
-            for rows in found.counts.argsort(stable=True).split(together):
-                count = int(found.counts[rows[-1]])
-                losses[:count, rows] = self.of_rows(rows).loss_by(errors)(found.points[:count, :, rows])
-            return found.to_all(losses)
+                return whole(snap(points))
+            distinct = DistinctCandidates.of(snap(points))
+            if not by_rows or int(distinct.counts.min()) == len(distinct.points):
+                return distinct.to_all(whole(distinct.points))
+            losses = points.new_zeros(len(distinct.points), len(self.left))
+            for rows in distinct.counts.argsort(stable=True).split(together):
+                count = int(distinct.counts[rows[-1]])
+                losses[:count, rows] = self.of_rows(rows).loss_by(errors)(distinct.points[:count, :, rows])
+            return distinct.to_all(losses)
 
         return loss
 

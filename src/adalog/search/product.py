@@ -105,7 +105,7 @@ class Product:
             output = x_hat @ w_hat.transpose(-1, -2)
             error = output_error(x, x_hat, w, w_hat)
             noise = error.square().sum(-2)
-            slices.append([each.double() for each in (error.mul_(output).sum(-2), output.square_().sum(-2), noise)])
+            slices.append([total.double() for total in (error.mul_(output).sum(-2), output.square_().sum(-2), noise)])
         grouped = self.right.values.ndim > 2  # then each slice has its own rows, else all slices have the same
         parts = zip(*slices, strict=True)
         return _RowPowers(*(torch.cat(part) if grouped else torch.stack(part).sum(0) for part in parts))

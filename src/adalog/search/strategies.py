@@ -89,12 +89,12 @@ def rescale(loss: Loss, point: Tensor, which: Sequence[bool], *, rough: Loss | N
         its bounds are multiplied. The points then lie on a line of scales, and the loss is jagged along that line.
     rough: a cheaper loss, which leaves four points to `loss`.
     """
-    moved = torch.tensor(which, dtype=point.dtype, device=point.device).view(-1, *(1 for _ in point.shape[1:]))
+    steps = torch.tensor(which, dtype=point.dtype, device=point.device).view(-1, *(1 for _ in point.shape[1:]))
     score = loss if rough is None else rough
     points, losses = point[None], score(point[None])
     for width in (0.04, 0.004):
         factors = torch.linspace(-width, width, 16, dtype=point.dtype, device=point.device)
-        born = points[:1] * (1 + factors.view(-1, *(1 for _ in point.shape)) * moved)
+        born = points[:1] * (1 + factors.view(-1, *(1 for _ in point.shape)) * steps)
         points, losses = best_points(torch.cat([points, born]), torch.cat([losses, score(born)]), 4)
     if rough is None:
         return points[0], losses[0]

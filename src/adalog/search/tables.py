@@ -24,30 +24,34 @@ _FACTORS = (0.7, 0.8, 0.87, 0.94, 1.06, 1.13, 1.25, 1.4)
 Judge = Callable[[tuple[LogQuantizer, ...]], list[float]]
 
 
-def with_table(product: Product, found: Assignment, tables: Tables) -> Assignment:
+def with_table(product: Product, assignment: Assignment, tables: Tables) -> Assignment:
     """Return the assignment of one product with an integer table, as in `with_tables`."""
-    return with_tables([product], [found], tables)[0]
+    return with_tables([product], [assignment], tables)[0]
 
 
-def with_tables(products: Sequence[Product], found: Sequence[Assignment], tables: Tables) -> list[Assignment]:
+def with_tables(products: Sequence[Product], assignments: Sequence[Assignment], tables: Tables) -> list[Assignment]:
     """Return the assignments with integer tables for their logarithmic codes, if they have any.
 
     With tables = "calibrated", a table entry has 8 bits if the output's error is at most `_RISE` times the error with
     float levels, else 16 bits. The base, scale and headroom are searched for the table. A quantizer with 2**bits + 1
     values stays as it is.
 
-    products, found: their operands have the same shapes and formats. Raises ValueError if mantissas do not fit in the
+    products, assignments: their operands have the same shapes and formats. Raises ValueError if mantissas do not fit in the
     width that `tables` asks for.
     """
-    quantizers = [each.left for each in found if isinstance(each.left, LogQuantizer) and each.left.beyond != "zero"]
-    if tables == "float" or len(quantizers) < len(found):
-        return list(found)
+    quantizers = [
+        assignment.left
+        for assignment in assignments
+        if isinstance(assignment.left, LogQuantizer) and assignment.left.beyond != "zero"
+    ]
+    if tables == "float" or len(quantizers) < len(assignments):
+        return list(assignments)
     form = quantizers[0]
     fits = most_headroom(form.bits, 8, table=form.table) >= 0
     if tables == "u8" and not fits:
         raise ValueError(f"tables = 'u8': mantissas of {form.bits + 1} bits do not fit in 8 bits: choose 'u16'")
 
-    whole = _error(products, found)
+    whole = _error(products, assignments)
     sample = whole.sample(1)
 
     @cache
@@ -57,27 +61,30 @@ def with_tables(products: Sequence[Product], found: Sequence[Assignment], tables
     def rough(candidates: Sequence[tuple[LogQuantizer, ...]]) -> list[list[float]]:
         return _losses(sample, candidates)
 
-    left, seconds = products[0].left, [each.right for each in found]
-    best: list[LogQuantizer | None] = [None] * len(found)
+    left, seconds = products[0].left, [assignment.right for assignment in assignments]
+    best: list[LogQuantizer | None] = [None] * len(assignments)
     if fits and tables != "u16":
         narrow = _with_tables(left, quantizers, seconds, 8, rough, error)
-        kept = [True] * len(found)
+        flags = [True] * len(assignments)
         if tables == "calibrated":
             errors = zip(error(tuple(narrow)), error(tuple(quantizers)), strict=True)
-            kept = [after <= _RISE * before for after, before in errors]
-        best = [each if keep else None for each, keep in zip(narrow, kept, strict=True)]
+            flags = [after <= _RISE * before for after, before in errors]
+        best = [quantizer if keep else None for quantizer, keep in zip(narrow, flags, strict=True)]
     if None in best:
         wide = _with_tables(left, quantizers, seconds, 16, rough, error)
-        best = [one or other for one, other in zip(best, wide, strict=True)]
+        best = [narrow_one or wide_one for narrow_one, wide_one in zip(best, wide, strict=True)]
     return [
-        product.assign(quantizer, each.right) for product, quantizer, each in zip(products, best, found, strict=True)
+        product.assign(quantizer, assignment.right)
+        for product, quantizer, assignment in zip(products, best, assignments, strict=True)
     ]
 
 
-def _error(products: Sequence[Product], found: Sequence[Assignment]) -> ProductError:
+def _error(products: Sequence[Product], assignments: Sequence[Assignment]) -> ProductError:
     """Return the errors of the products as functions of the left quantizers, stacked if there are several."""
     rights = [product.right.values for product in products]
-    hats = [product.right.fake_quantize(each.right) for product, each in zip(products, found, strict=True)]
+    hats = [
+        product.right.fake_quantize(assignment.right) for product, assignment in zip(products, assignments, strict=True)
+    ]
     first = products[0].left
     if len(products) == 1:
         return ProductError.of(first.values, rights[0].mT, hats[0].mT, mask=first.mask)
@@ -112,11 +119,11 @@ def _nearest(values: Tensor, candidates: Sequence[tuple[LogQuantizer, ...]]) -> 
     values: of one product, or of a stack of them.
     """
     count, stack = len(candidates), len(candidates[0])
-    steps = [each.steps() for some in candidates for each in some]
-    levels, cuts = (torch.stack(each).to(values.device) for each in zip(*steps, strict=True))
-    scales = torch.stack([each.scale.reshape(1) for some in candidates for each in some]).double()
+    steps = [quantizer.steps() for some in candidates for quantizer in some]
+    levels, cuts = (torch.stack(table).to(values.device) for table in zip(*steps, strict=True))
+    scales = torch.stack([quantizer.scale.reshape(1) for some in candidates for quantizer in some]).double()
     offset = candidates[0][0].offset
-    levels, cuts = ((each * scales - offset).to(values.dtype) for each in (levels, cuts))
+    levels, cuts = ((table * scales - offset).to(values.dtype) for table in (levels, cuts))
     rows = values.reshape(1, stack, -1).expand(count, -1, -1).reshape(count * stack, -1)
     return nearest_levels(rows, levels, cuts).view(count, *values.shape)
 
@@ -148,7 +155,7 @@ def _with_tables(
         count = max(map(len, candidates))
         padded = [[*some, *[some[0]] * (count - len(some))] for some in candidates]
         losses = rough(list(zip(*padded, strict=True)))
-        places = [min(range(len(some)), key=lambda row: losses[row][each]) for each, some in enumerate(candidates)]
+        places = [min(range(len(some)), key=lambda row: losses[row][stack]) for stack, some in enumerate(candidates)]
         return [some[place] for some, place in zip(candidates, places, strict=True)]
 
     start = best = best_of(
@@ -158,8 +165,18 @@ def _with_tables(
         ]
     )
     if isinstance(left.format, LogFormat) and not left.format.q:
-        best = best_of([[each, *(replace(each, q=q) for q in _bases_near(each.q, left.format))] for each in best])
-    best = best_of([[each, *(replace(each, scale=each.scale * factor) for factor in _FACTORS)] for each in best])
+        best = best_of(
+            [
+                [quantizer, *(replace(quantizer, q=q) for q in _bases_near(quantizer.q, left.format))]
+                for quantizer in best
+            ]
+        )
+    best = best_of(
+        [
+            [quantizer, *(replace(quantizer, scale=quantizer.scale * factor) for factor in _FACTORS)]
+            for quantizer in best
+        ]
+    )
     if all(after is before for after, before in zip(best, start, strict=True)):
         return start
     errors = zip(error(tuple(best)), error(tuple(start)), strict=True)
