@@ -70,7 +70,7 @@ def test_settings_change_on_accelerators_only(tf32):
             assert precision() == (expected, expected)
 
 
-ENTRIES = ("even_out_values", "run_searches", "staged", "output_errors", "rewritten")
+ENTRIES = ("even_out_values", "run_searches", "run_stages", "output_errors", "rewrite")
 
 
 def test_calibration_never_computes_in_tf32(tf32, tiniest, images, fast, monkeypatch):

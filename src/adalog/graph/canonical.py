@@ -113,7 +113,7 @@ def unfold_einsum(call: OpCall) -> Ref | None:
     words = [word.replace("...", rest[len(rest) - n :]) for word, n in zip(words, covered, strict=True)]
     if not arrow:
         letters = "".join(words)
-        output = "..." + "".join(sorted(each for each in {*letters} - {*rest} if letters.count(each) == 1))
+        output = "..." + "".join(sorted(letter for letter in {*letters} - {*rest} if letters.count(letter) == 1))
     output = output.replace("...", rest)
     if any(len(set(word)) != len(word) for word in words):
         return None
@@ -160,8 +160,10 @@ def _contract(
     first = _arrange(call, values[0], left, (lead, rows, summed), sizes, "_left")
     second = _arrange(call, values[1], right, (lead, summed, columns), sizes, "_right")
     result = call.emit("aten.matmul.default", first, second, part="_product")
-    made = [*lead, *rows, *columns]
-    return "".join(made), call.emit("aten.reshape.default", result, tuple(sizes[each] for each in made), part="_split")
+    letters = [*lead, *rows, *columns]
+    return "".join(letters), call.emit(
+        "aten.reshape.default", result, tuple(sizes[letter] for letter in letters), part="_split"
+    )
 
 
 def _arrange(
@@ -203,14 +205,14 @@ def unfold_vector_product(call: OpCall) -> Ref | None:
 
 def unfold_added_product(call: OpCall) -> Ref:
     """Write beta * added + alpha * (left @ right) as separate operations."""
-    added, left, right = call.args
+    term, left, right = call.args
     alpha, beta = call.kwargs.get("alpha", 1), call.kwargs.get("beta", 1)
     product = call.emit("aten.matmul.default", left, right, part="_product")
     if alpha != 1:
         product = call.emit("aten.mul.Tensor", product, alpha, part="_scaled")
     if beta != 1:
-        added = call.emit("aten.mul.Tensor", added, beta, part="_weighed")
-    return call.emit("aten.add.Tensor", added, product)
+        term = call.emit("aten.mul.Tensor", term, beta, part="_weighed")
+    return call.emit("aten.add.Tensor", term, product)
 
 
 def _unfold_added(op: str) -> Callable[[OpCall], Ref]:
@@ -242,10 +244,10 @@ def unfold_named_padding(call: OpCall) -> Ref:
         groups: int = 1,
     ) -> Ref:
         kernel = call.metas[1].shape[2:]
-        both = [step * (size - 1) * (padding == "same") for step, size in zip(dilation, kernel, strict=True)]
-        sides = tuple(total // 2 for total in both)
-        if any(total % 2 for total in both):
-            (top, left), (height, width) = sides, both
+        totals = [step * (size - 1) * (padding == "same") for step, size in zip(dilation, kernel, strict=True)]
+        sides = tuple(total // 2 for total in totals)
+        if any(total % 2 for total in totals):
+            (top, left), (height, width) = sides, totals
             zeros = (left, width - left, top, height - top)
             image = call.emit("aten.constant_pad_nd.default", image, zeros, part="_pad")
             sides = (0, 0)
@@ -273,18 +275,18 @@ def unfold_mask_write(call: OpCall) -> Ref | None:
     If the mask decides how many values are written, the write becomes a `masked_scatter`, for `choose_by_masks`.
     """
     x, indices, value = call.args[:3]
-    whole, metas, written = call.metas[:3]
+    target, metas, source = call.metas[:3]
     lead = next((axis for axis, meta in enumerate(metas) if meta is not None), 0)
     mask, accumulate = metas[lead], (*call.args, False)[3] or call.kwargs.get("accumulate")
     if accumulate or mask.dtype != torch.bool or any(meta is not None for meta in metas[lead + 1 :]):
         return None
-    after = whole.ndim - lead - mask.ndim  # the dimensions of x behind those of the mask
-    several = written.ndim > after and not _is_one(written.shape[0])
-    if written.ndim > after + 1 or (several and (lead or isinstance(written.shape[0], int))):
+    after = target.ndim - lead - mask.ndim  # the dimensions of x behind those of the mask
+    several = source.ndim > after and not _is_one(source.shape[0])
+    if source.ndim > after + 1 or (several and (lead or isinstance(source.shape[0], int))):
         return None
-    if several and tuple(map(str, written.shape[1:])) != tuple(map(str, whole.shape[mask.ndim :])):
+    if several and tuple(map(str, source.shape[1:])) != tuple(map(str, target.shape[mask.ndim :])):
         return None
-    if written.ndim > after and not several:
+    if source.ndim > after and not several:
         value = call.emit("aten.squeeze.dim", value, 0, part="_value")
     hidden = indices[lead]
     for _ in range(after):
@@ -401,8 +403,8 @@ def unfold_logsumexp(call: OpCall) -> Ref:
 def unfold_scatter(call: OpCall) -> Ref | None:
     """Cut the values of a scatter to the shape of the index, because ONNX does not take more of them."""
     value, dim, index, source = call.args
-    places, written = call.metas[2:]
-    dims = [axis for axis in range(places.ndim) if str(places.shape[axis]) != str(written.shape[axis])]
+    places, values = call.metas[2:]
+    dims = [axis for axis in range(places.ndim) if str(places.shape[axis]) != str(values.shape[axis])]
     for axis in dims:
         end = call.size(index, places, axis)
         source = call.emit("aten.slice.Tensor", source, axis, 0, end, part="_cut")
@@ -538,16 +540,16 @@ def softmax_left(program: Program) -> Program:
 
 def share_equal_values(program: Program) -> Program:
     """Merge equal operations on equal values, so that one activation is one value however often it is viewed."""
-    seen: dict[Any, str] = {}
+    first_names: dict[Any, str] = {}
     names: dict[str, str] = {}
     nodes = []
     for node in program.nodes:
         renamed = node.rename(names)
         key = repr((renamed.op, renamed.args, sorted(renamed.kwargs.items())))
-        if key in seen:
-            names[node.name] = seen[key]
+        if key in first_names:
+            names[node.name] = first_names[key]
         else:
-            seen[key] = node.name
+            first_names[key] = node.name
             nodes.append(renamed)
     output = map_refs(program.output, lambda ref: Ref(names.get(ref.name, ref.name)))
     return replace(program, nodes=tuple(nodes), output=output)
@@ -570,9 +572,9 @@ def choose_by_masks(program: Program) -> Program:
             mask = unsqueezed[0]
         y, places = args_of("aten.index.Tensor", value) or (None, ())
         parts = [args_of("getitem", place) for place in places]
-        found = [args_of("aten.nonzero_numpy.default", part[0]) for part in parts if part]
+        sources = [args_of("aten.nonzero_numpy.default", part[0]) for part in parts if part]
         in_order = [part[1] for part in parts if part] == [*range(len(places))]
-        if places and in_order and all(each and each[0] in (mask, hidden) for each in found):
+        if places and in_order and all(arguments and arguments[0] in (mask, hidden) for arguments in sources):
             return replace(node, op="aten.where.self", args=(hidden, y, x))
         return node
 
@@ -621,14 +623,14 @@ def store_constants(program: Program) -> Program:
     computed too.
     """
     constant = _constants(program)
-    made = {node.name for node in program.nodes if node.name in constant and node.op not in OPERATIONS}
-    more, computed = made, dict[str, Any]()
+    names = {node.name for node in program.nodes if node.name in constant and node.op not in OPERATIONS}
+    more, computed = names, dict[str, Any]()
     while more:
-        computed = _compute(program, constant, made)
+        computed = _compute(program, constant, names)
         unstored = {name for name, value in computed.items() if not _is_storable(value)}
         readers = (node for node in program.nodes if node.name in constant and not unstored.isdisjoint(node.refs()))
-        more = {node.name for node in readers} - made
-        made |= more
+        more = {node.name for node in readers} - names
+        names |= more
     taken, tensors, values = _names(program), dict(program.tensors), dict[str, Any]()
     for node in program.nodes:
         value = computed.get(node.name)

@@ -113,16 +113,16 @@ def as_batch(inputs: Tensor | Sequence[Any]) -> tuple[Any, ...]:
 
     Raises CaptureError unless all tensors hold the same number of images, at least one.
     """
-    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    counts = [len(value) if value.ndim else None for value in given if isinstance(value, Tensor)]
+    tensors = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    counts = [len(value) if value.ndim else None for value in tensors if isinstance(value, Tensor)]
     if not counts or len(set(counts)) > 1 or not counts[0]:
-        shapes = ", ".join(str(tuple(value.shape)) for value in given if isinstance(value, Tensor)) or "no tensor"
+        shapes = ", ".join(str(tuple(value.shape)) for value in tensors if isinstance(value, Tensor)) or "no tensor"
         raise CaptureError(
             f"adalog cannot use these inputs ({shapes}), because the first dimension of every tensor must count the "
             "images, at least one and the same number in each: repeat an input that all images share once per image, "
             "or store it in the model as a buffer"
         )
-    return given
+    return tensors
 
 
 def take(inputs: Sequence[Any], images: Sequence[int] | Tensor) -> tuple[Any, ...]:
@@ -181,25 +181,25 @@ def _import(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> Progr
     program = canonical(Program(tuple(inputs), tuple(importer.nodes), output, tensors).prune())
     _check_operations(model, program, importer.sources)
     _check_weights(model, program)
-    given = {ref.name: _meta(node).shape for node in placeholders if isinstance(ref := standing[node.name], Ref)}
-    free = {name: (2, 3) for name in inputs if len(given[name]) == 4}
+    shapes = {ref.name: _meta(node).shape for node in placeholders if isinstance(ref := standing[node.name], Ref)}
+    free = {name: (2, 3) for name in inputs if len(shapes[name]) == 4}
     if not any_size or not free:  # without an input (N, C, H, W), a free batch size does not need a rule
         _check_any_batch(model, export)
         return program
-    return replace(program, free=free, rule=rule_of(inputs, [given[name] for name in inputs], free))
+    return replace(program, free=free, rule=rule_of(inputs, [shapes[name] for name in inputs], free))
 
 
 def _check_operations(model: nn.Module, program: Program, sources: Mapping[str, fx.Node]) -> None:
     """Raise CaptureError if a program holds operations outside the whitelist. sources: exported operations by name."""
-    odd = [
+    unknown = [
         node
         for node in program.nodes
         if node.op not in OPERATIONS or any(isinstance(leaf, complex) for leaf in leaves_of(node.args))
     ]
-    if not odd:
+    if not unknown:
         return
-    places = {f"{node.op}{at(place_of_node(sources[node.name]))}" for node in odd}
-    ways = {_WAYS_OUT[node.op] for node in odd if node.op in _WAYS_OUT}
+    places = {f"{node.op}{at(place_of_node(sources[node.name]))}" for node in unknown}
+    ways = {_WAYS_OUT[node.op] for node in unknown if node.op in _WAYS_OUT}
     raise CaptureError(
         f"{type(model).__name__} uses {', '.join(sorted(places))}, which adalog cannot store or run on values that "
         f"depend on the images: {ways.pop() if len(ways) == 1 else WITHOUT_IT}"
@@ -350,12 +350,12 @@ class _Importer:
             size = size.args[0]
         if not isinstance(size, fx.Node) or not isinstance(count, (int, float)) or count != int(count):
             return None
-        whole, count = self._convert(size), int(count)
+        total, count = self._convert(size), int(count)
         if node.target is not math.floor and _ROUNDED[node.target] == "down" and (count < 1 or not _is_count(size)):
             return None
         if _ROUNDED[node.target] == "down":
-            return self._emit(node, "sym.floordiv", whole, count)
-        less = self._emit(node, "sym.floordiv", self._emit(node, "sym.neg", whole, part="_less"), count, part="_down")
+            return self._emit(node, "sym.floordiv", total, count)
+        less = self._emit(node, "sym.floordiv", self._emit(node, "sym.neg", total, part="_less"), count, part="_down")
         return self._emit(node, "sym.neg", less)
 
     def _write(self, node: fx.Node, op: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg]) -> Ref:
@@ -372,20 +372,20 @@ class _Importer:
             new = self._unfold(node, f"{name.removesuffix('_')}.{overload}", args, kwargs)
         result, family = new, [target]
         self._values[target] = new
-        while (whole := _shared_with(family[-1])) is not None:
-            new = self._put_back(family[-1], new, self._convert(whole))
-            self._values[whole] = new
-            family.append(whole)
+        while (base := _shared_with(family[-1])) is not None:
+            new = self._put_back(family[-1], new, self._convert(base))
+            self._values[base] = new
+            family.append(base)
         self._stale |= {other for other in self._values if _root(other) is family[-1] and other not in family}
         return result
 
-    def _put_back(self, view: fx.Node, new: Ref, whole: Arg) -> Ref:
-        """Return the value of `whole` after its view has become `new`."""
+    def _put_back(self, view: fx.Node, new: Ref, base: Arg) -> Ref:
+        """Return the value of `base` after its view has become `new`."""
         op = _op(view)
         if op in _IDENTITIES or _is_in_place(view):
             return new
         if op in _SCATTERS:
-            return self._emit(view, _SCATTERS[op], whole, new, *self._convert(view.args[1:]))
+            return self._emit(view, _SCATTERS[op], base, new, *self._convert(view.args[1:]))
         if op in _TRANSPOSES:
             return self._emit(view, op, new, *self._convert(view.args[1:]))
         if op == "aten.permute.default":
@@ -397,7 +397,7 @@ class _Importer:
                 f"{self._model} writes through {op}{at(place_of_node(view))}, which adalog cannot follow: make a new "
                 "tensor there instead of a write"
             )
-        return self._emit(view, "aten.reshape_as.default", new, whole)
+        return self._emit(view, "aten.reshape_as.default", new, base)
 
 
 def _op(node: fx.Node) -> str:
@@ -453,8 +453,8 @@ def _shared_with(node: fx.Node) -> fx.Node | None:
 
 def _root(node: fx.Node) -> fx.Node:
     """Return the node that owns the memory that this node's result may share."""
-    while (whole := _shared_with(node)) is not None:
-        node = whole
+    while (base := _shared_with(node)) is not None:
+        node = base
     return node
 
 
@@ -475,35 +475,35 @@ def _structure(flat: Sequence[Arg], spec: Any) -> Any:
         raise CaptureError(f"the model returns a dict with the keys {keys}: use strings as keys")
     if not isinstance(keys, list) or len(keys) != len(children) or not all(isinstance(key, str) for key in keys):
         return tuple(children)
-    named = dict(zip(keys, children, strict=True))
-    return named if spec.type is dict else ModelOutput(named)
+    items = dict(zip(keys, children, strict=True))
+    return items if spec.type is dict else ModelOutput(items)
 
 
 def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
     """Raise CaptureError unless the program's rule allows these inputs, and program and model agree on them."""
     tensors = [value for value in inputs if isinstance(value, Tensor)]
-    given = shapes_of(inputs)
+    shapes = shapes_of(inputs)
     if program.rule is not None and not all(program.rule.run(tensors)):
-        raise CaptureError(f"{type(model).__name__} takes another code path for {given}: {ONE_SIZE}")
+        raise CaptureError(f"{type(model).__name__} takes another code path for {shapes}: {ONE_SIZE}")
     with full_float32():  # as `Program.run` computes
-        made = run_on(model, inputs)
-    wanted = [value for value in pytree.tree_leaves(made) if value is not None]
+        outputs = run_on(model, inputs)
+    leaves = [value for value in pytree.tree_leaves(outputs) if value is not None]
     got = present_leaves(program.run(tensors))
-    for expected, actual in zip(wanted, got, strict=True):
+    for expected, actual in zip(leaves, got, strict=True):
         if not isinstance(expected, Tensor):
             continue
         if expected.shape != actual.shape:
             raise CaptureError(
                 f"the captured program of {type(model).__name__} differs from the model in the shape of an output on "
-                f"{given}: {tuple(actual.shape)} instead of {tuple(expected.shape)}. The model may take another code "
+                f"{shapes}: {tuple(actual.shape)} instead of {tuple(expected.shape)}. The model may take another code "
                 "path for such inputs, or behave differently from call to call: use code that treats all batches alike"
             )
         error = _difference(expected, actual)
         if not error <= _tolerance(expected):
             raise CaptureError(
                 f"the captured program of {type(model).__name__} differs from the model by {error:.2g} of "
-                f"{'the largest output' if expected.is_floating_point() else 'the values of an output'} on {given} "
-                f"(at most {_tolerance(expected):g} is allowed). {_why_unlike(model, inputs, wanted, error)}"
+                f"{'the largest output' if expected.is_floating_point() else 'the values of an output'} on {shapes} "
+                f"(at most {_tolerance(expected):g} is allowed). {_why_unlike(model, inputs, leaves, error)}"
             )
 
 
@@ -525,7 +525,7 @@ def _tolerance(expected: Tensor) -> float:
     return TOLERANCE if expected.is_floating_point() else _FLIPPED
 
 
-def _why_unlike(model: nn.Module, inputs: tuple[Any, ...], wanted: Sequence[Any], error: float) -> str:
+def _why_unlike(model: nn.Module, inputs: tuple[Any, ...], expected: Sequence[Any], error: float) -> str:
     """Return a sentence that says why a program may differ from its model by this error, and what to do.
 
     wanted: the outputs of the model on the inputs.
@@ -533,10 +533,13 @@ def _why_unlike(model: nn.Module, inputs: tuple[Any, ...], wanted: Sequence[Any]
     if math.isnan(error):
         return "The images may contain NaN: check how they are prepared"
 
-    def unlike(made: Any) -> bool:
-        values = zip(wanted, (value for value in pytree.tree_leaves(made) if value is not None), strict=True)
-        pairs = [(one, other) for one, other in values if isinstance(one, Tensor)]
-        return any(one.shape != other.shape or not _difference(one, other) <= _tolerance(one) for one, other in pairs)
+    def unlike(outputs: Any) -> bool:
+        values = zip(expected, (value for value in pytree.tree_leaves(outputs) if value is not None), strict=True)
+        pairs = [(first, second) for first, second in values if isinstance(first, Tensor)]
+        return any(
+            first.shape != second.shape or not _difference(first, second) <= _tolerance(first)
+            for first, second in pairs
+        )
 
     recorded = export_model(model, take(inputs, [0, 1]), False).module()
     with full_float32():

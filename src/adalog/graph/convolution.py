@@ -10,14 +10,14 @@ from adalog.graph.program import Node
 
 def conv_geometry(node: Node) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
     """Return (stride, padding, dilation, groups) of an aten.conv2d node; the first three are (vertical, horizontal)."""
-    given = dict(zip(("stride", "padding", "dilation", "groups"), node.args[3:], strict=False)) | dict(node.kwargs)
+    arguments = dict(zip(("stride", "padding", "dilation", "groups"), node.args[3:], strict=False)) | dict(node.kwargs)
 
     def pair(name: str, default: int) -> tuple[int, ...]:
-        value = given.get(name, (default, default))
+        value = arguments.get(name, (default, default))
         value = (value,) if isinstance(value, int) else tuple(value)
         return value * 2 if len(value) == 1 else value
 
-    return pair("stride", 1), pair("padding", 0), pair("dilation", 1), int(given.get("groups", 1))
+    return pair("stride", 1), pair("padding", 0), pair("dilation", 1), int(arguments.get("groups", 1))
 
 
 def output_sizes(
@@ -28,8 +28,8 @@ def output_sizes(
     dilation: tuple[int, ...],
 ) -> tuple[int, ...]:
     """Return (height, width) of a convolution's output."""
-    each = zip(sizes, kernel, stride, padding, dilation, strict=True)
-    return tuple((size + 2 * pad - reach * (taps - 1) - 1) // step + 1 for size, taps, step, pad, reach in each)
+    dims = zip(sizes, kernel, stride, padding, dilation, strict=True)
+    return tuple((size + 2 * pad - reach * (taps - 1) - 1) // step + 1 for size, taps, step, pad, reach in dims)
 
 
 def patches(
@@ -45,9 +45,9 @@ def patches(
 
     x may have any dtype; it is padded with `fill`.
     """
-    seen = patch_view(x, kernel, stride, padding, dilation, fill=fill)
-    images, height, width = seen.shape[:3]
-    return seen.reshape(images, height * width, x.shape[1] * math.prod(kernel)).contiguous()
+    windows = patch_view(x, kernel, stride, padding, dilation, fill=fill)
+    images, height, width = windows.shape[:3]
+    return windows.reshape(images, height * width, x.shape[1] * math.prod(kernel)).contiguous()
 
 
 def patch_view(

@@ -83,12 +83,12 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     "sym.neg": _on_sizes(operator.neg),
     "sym.min": _on_sizes(min),
     "sym.max": _on_sizes(max),
-    "sym.eq": _on_sizes(lambda one, other: int(one == other)),
-    "sym.ne": _on_sizes(lambda one, other: int(one != other)),
-    "sym.lt": _on_sizes(lambda one, other: int(one < other)),
-    "sym.le": _on_sizes(lambda one, other: int(one <= other)),
-    "sym.and": _on_sizes(lambda one, other: int(bool(one and other))),
-    "sym.or": _on_sizes(lambda one, other: int(bool(one or other))),
+    "sym.eq": _on_sizes(lambda first, second: int(first == second)),
+    "sym.ne": _on_sizes(lambda first, second: int(first != second)),
+    "sym.lt": _on_sizes(lambda first, second: int(first < second)),
+    "sym.le": _on_sizes(lambda first, second: int(first <= second)),
+    "sym.and": _on_sizes(lambda first, second: int(bool(first and second))),
+    "sym.or": _on_sizes(lambda first, second: int(bool(first or second))),
     "getitem": _item,
 }
 

@@ -116,11 +116,11 @@ class Program:
     @cached_property
     def of_inputs(self) -> Set[str]:
         """The names of the values that depend on the inputs."""
-        found = set(self.inputs)
+        dependent = set(self.inputs)
         for node in self.nodes:
-            if not found.isdisjoint(node.refs()):
-                found.add(node.name)
-        return found
+            if not dependent.isdisjoint(node.refs()):
+                dependent.add(node.name)
+        return dependent
 
     def lives(self) -> dict[str, range]:
         """Return when each computed value is live: it exists, and a later operation reads it, or it is an output.
@@ -219,18 +219,18 @@ class Program:
             _check_arguments(node)
         limit = MAX_ELEMENTS * max(1, *(len(value) for value in inputs if value.ndim))
         last_uses = iter(self._last_uses())
-        held = dict(zip(self.inputs, map(_elements, inputs), strict=False))
+        elements = dict(zip(self.inputs, map(_elements, inputs), strict=False))
 
         def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-            held[node.name] = _elements(result)
-            count = sum(held.values()) + _scratch(node.op, args, result)
+            elements[node.name] = _elements(result)
+            count = sum(elements.values()) + _scratch(node.op, args, result)
             if count > limit:
                 raise ProgramError(
                     f"{_where(node)} takes {count:,} elements, but a batch of this size may take {limit:,}: "
                     "use smaller images"
                 )
             for name in next(last_uses):
-                held.pop(name, None)
+                elements.pop(name, None)
 
         self.run_without_data([torch.empty_like(value, device="meta") for value in inputs], watch)
 
@@ -318,23 +318,23 @@ def _check_arguments(node: Node) -> None:
     if not node.op.startswith("aten."):
         return
     arguments = resolve(node.op)._schema.arguments  # type: ignore[attr-defined]
-    named = [*zip((argument.name for argument in arguments), node.args, strict=False), *node.kwargs.items()]
-    dtypes = [value for name, value in named if name == "dtype"]
+    arguments_by_name = [*zip((argument.name for argument in arguments), node.args, strict=False), *node.kwargs.items()]
+    dtypes = [value for name, value in arguments_by_name if name == "dtype"]
     if not all(value is None or isinstance(value, torch.dtype) for value in dtypes):
         raise ProgramError(f"{_where(node)} takes a torch.dtype, got {dtypes}")
     modes = ("interpolation_mode", "padding_mode") if node.op == "aten.grid_sampler.default" else ()
     for name in modes:
-        if (mode := dict(named).get(name)) not in (0, 1, 2):
+        if (mode := dict(arguments_by_name).get(name)) not in (0, 1, 2):
             raise ProgramError(f"{_where(node)} takes 0, 1 or 2 as {name}, got {mode!r}")
 
 
-def _check_division(one: Any, other: Any) -> None:
+def _check_division(dividend: Any, divisor: Any) -> None:
     """Raise ValueError if the least integer of a dtype is divided by -1: the overflow would kill the process."""
-    dtype = torch.result_type(one, other)
-    absent = any(isinstance(value, Tensor) and value.is_meta for value in (one, other))
+    dtype = torch.result_type(dividend, divisor)
+    absent = any(isinstance(value, Tensor) and value.is_meta for value in (dividend, divisor))
     if dtype in (torch.int32, torch.int64) and not absent:
-        one, other = (torch.as_tensor(value).to(dtype) for value in (one, other))
-        if bool(((one == torch.iinfo(dtype).min) & (other == -1)).any()):
+        dividend, divisor = (torch.as_tensor(value).to(dtype) for value in (dividend, divisor))
+        if bool(((dividend == torch.iinfo(dtype).min) & (divisor == -1)).any()):
             raise ValueError(f"it divides {torch.iinfo(dtype).min} by -1, and {dtype} cannot hold the result")
 
 

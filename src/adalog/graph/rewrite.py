@@ -160,7 +160,7 @@ class _Build:
         if fold is not None and group.pair is not None and group.pair.padded:
             values = [self._shift(first, fold)]
         name = f"{first.name}.input"
-        inputs = [self._fake(*each, name, quantizer) for each in zip(first.calls, values, strict=True)]
+        inputs = [self._fake(*call_value, name, quantizer) for call_value in zip(first.calls, values, strict=True)]
         start = 0
         for site in group.sites:
             end = start + self._program.tensors[site.right].shape[0]
@@ -251,13 +251,15 @@ class _Build:
 
     def program(self) -> Program:
         nodes = [
-            each for node in self._program.nodes for each in (*self._before.get(node.name, []), self._nodes[node.name])
+            member
+            for node in self._program.nodes
+            for member in (*self._before.get(node.name, []), self._nodes[node.name])
         ]
         tensors = {name: value.contiguous() for name, value in self._tensors.items()}
-        whole = replace(
+        quantized = replace(
             self._program, nodes=tuple(nodes), tensors=tensors, quantizers=self._quantizers, weights=self._weights
         )
-        return whole.prune()
+        return quantized.prune()
 
 
 def _quantized_weight(
@@ -266,7 +268,7 @@ def _quantized_weight(
     right: Quantizer | QuantizedTensor | None,
     fold: Fold | None,
     offset: float,
-    given: Tensor | None,
+    tensor: Tensor | None,
 ) -> tuple[QuantizedTensor | None, Tensor, Tensor | None]:
     """Return a site's codes, None if it stays float, its weight as it is computed with, and its bias.
 
@@ -275,7 +277,7 @@ def _quantized_weight(
     """
     values, shape = original.flatten(1), original.shape
     new_bias = bias
-    if fold is not None and (given is None or not isinstance(right, QuantizedTensor)):
+    if fold is not None and (tensor is None or not isinstance(right, QuantizedTensor)):
         values, new_bias = fold.linear(original, bias)
     stored = None
     weight = values.reshape(shape)
@@ -285,8 +287,8 @@ def _quantized_weight(
         lead = (-1, *(1 for _ in shape[1:]))
         stored = QuantizedTensor(right.codes.reshape(shape), right.quantizer.map(lambda value: value.reshape(lead)))
         weight = stored.dequantize()
-    if given is not None:
-        return stored, weight, given
+    if tensor is not None:
+        return stored, weight, tensor
     return stored, weight, absorb_offset(weight.flatten(1), new_bias, offset) if offset else new_bias
 
 

@@ -97,7 +97,7 @@ def find_sites(program: Program) -> list[Site]:
         if not site.refusal:
             layer = (site.node.op, site.node.args[1:]) if site.role in ("linear", "conv") else site.name
             calls.setdefault(layer, []).append(site)
-    return [_merge_calls(each) for each in calls.values()]
+    return [_merge_calls(calls_of_layer) for calls_of_layer in calls.values()]
 
 
 def with_heads(sites: Sequence[Site], program: Program, inputs: Sequence[Tensor]) -> list[Site]:
@@ -110,20 +110,20 @@ def with_heads(sites: Sequence[Site], program: Program, inputs: Sequence[Tensor]
     names = {name for site in sites if site.role in ("qk", "av") for name in (site.left, site.right)}
     if not names:
         return list(sites)
-    found = [trace(program, inputs, 2), trace(program, inputs, 3)]
+    traces = [trace(program, inputs, 2), trace(program, inputs, 3)]
     if program.free:
         larger = at_twice_the_size(program, inputs, 2, names)
-        found.append({name: value if value.ndim else found[0][name] for name, value in larger.items()})
-    shapes = {name: [each[name].shape for each in found] for name in names}
+        traces.append({name: value if value.ndim else traces[0][name] for name, value in larger.items()})
+    shapes = {name: [values[name].shape for values in traces] for name in names}
 
     def counts(name: str) -> bool:
         sizes = {shape[-3] if len(shape) > 2 else 1 for shape in shapes[name]}
         return len(sizes) == 1 and sizes != {1}
 
     def heads_of(site: Site) -> frozenset[str]:
-        both = {site.left, site.right} & names
-        wide = both and max(len(shapes[name][0]) for name in both) == 4
-        return frozenset(name for name in both if wide and counts(name))
+        operands = {site.left, site.right} & names
+        wide = operands and max(len(shapes[name][0]) for name in operands) == 4
+        return frozenset(name for name in operands if wide and counts(name))
 
     return [replace(site, headed=heads_of(site)) for site in sites]
 
@@ -297,8 +297,8 @@ def find_splits(program: Program, sites: Sequence[Site], example: Sequence[Tenso
                     for channel in channels.unique().tolist():
                         read_by[channel].append(count)
                     count += 1
-        seen: dict[tuple[int, ...], int] = {}
-        splits[site.name] = torch.tensor([seen.setdefault(tuple(each), len(seen)) for each in read_by])
+        numbers: dict[tuple[int, ...], int] = {}
+        splits[site.name] = torch.tensor([numbers.setdefault(tuple(key), len(numbers)) for key in read_by])
     return splits
 
 
@@ -374,9 +374,9 @@ def find_spans(program: Program) -> list[Block]:
     outputs, one per scale.
     """
     outputs = set(refs_of(program.output))
-    made = [index for index, node in enumerate(program.nodes) if node.name in outputs]
-    narrow = _borders(program) if len(made) > 1 else []
-    places = [bisect_right(narrow, index) - 1 for index in made]
+    indices = [index for index, node in enumerate(program.nodes) if node.name in outputs]
+    narrow = _borders(program) if len(indices) > 1 else []
+    places = [bisect_right(narrow, index) - 1 for index in indices]
     return _cut(program, [narrow[place] for place in places if place >= 0])
 
 
@@ -416,15 +416,15 @@ def _bottlenecks(program: Program) -> list[int]:
     """
     steps = [(index, node) for index, node in enumerate(program.nodes) if node.op not in SHAPE_READERS]
     last_use = {name: index for index, node in steps for name in node.refs()}
-    derived, live, found = set(program.inputs), set(program.inputs), []
+    derived, live, bottlenecks = set(program.inputs), set(program.inputs), []
     for index, node in steps:
         if not derived.isdisjoint(node.refs()):
             derived.add(node.name)
             live.add(node.name)
         live = {name for name in live if last_use.get(name, -1) > index}
         if live == {node.name}:
-            found.append(index)
-    return found
+            bottlenecks.append(index)
+    return bottlenecks
 
 
 def _adds_to_stream(program: Program, narrow: Sequence[int]) -> bool:

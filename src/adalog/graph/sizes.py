@@ -61,19 +61,19 @@ def rule_of(
     }
     batch = inputs[0]
     places: dict[sympy.Symbol, tuple[str, int]] = {}
-    named: dict[Any, sympy.Symbol] = {}  # export's symbol for a size -> a symbol with a readable name, "x.shape[2]"
+    symbols: dict[Any, sympy.Symbol] = {}  # export's symbol for a size -> a symbol with a readable name, "x.shape[2]"
     for (name, dim), size in sizes.items():
         place = (name if dim else batch, dim)
         symbol = sympy.Symbol(f"{place[0]}.shape[{dim}]", integer=True, positive=True)
         places[symbol] = place
-        if isinstance(given := _as_given(size), sympy.Symbol):
-            named.setdefault(given, symbol)
+        if isinstance(size_symbol := _as_given(size), sympy.Symbol):
+            symbols.setdefault(size_symbol, symbol)
     # Once two sizes were found to be equal, export uses one symbol for both, so later guards rely on the equality.
-    relied = [sympy.Eq(symbol, _as_known(sizes[place]).xreplace(named)) for symbol, place in places.items()]
+    relied = [sympy.Eq(symbol, _as_known(sizes[place]).xreplace(symbols)) for symbol, place in places.items()]
     environment = next(size for size in sizes.values() if isinstance(size, torch.SymInt)).node.shape_env
-    asked = [guard.expr.xreplace(named) for guard in environment.guards if _is_asked_by_the_model(guard)]
+    conditions = [guard.expr.xreplace(symbols) for guard in environment.guards if _is_asked_by_the_model(guard)]
     writer = _SizeWriter(places)
-    output = tuple(writer.guard(guard) for guard in _needed_guards([*asked, *relied]))
+    output = tuple(writer.guard(guard) for guard in _needed_guards([*conditions, *relied]))
     return Program(tuple(inputs), tuple(writer.nodes), output, {}).prune() if output else None
 
 
@@ -121,10 +121,10 @@ def _is_always_true(guard: Any) -> bool:
     if isinstance(guard, boolalg.BooleanAtom):
         return bool(guard)
     try:
-        found = bound_sympy(guard)
+        bounds = bound_sympy(guard)
     except Exception:  # PyTorch's analysis raises various errors for expressions that it does not know
         return False
-    return found.lower == sympy.true
+    return bounds.lower == sympy.true
 
 
 def _bound_of(guard: Any) -> tuple[Any, Any]:

@@ -12,21 +12,21 @@ from adalog.graph.tracing import size_in_bytes
 NEVER = 1 << 62
 
 
-def cut(program: Program, known: Iterable[str], output: Any, fixed: Mapping[str, int]) -> Program:
+def cut(program: Program, values: Iterable[str], output: Any, fixed: Mapping[str, int]) -> Program:
     """Return the stretch of a program that computes an output from known values.
 
     The result takes the program's inputs first, then the known values. It computes values that depend on stored tensors
     alone, such as position tables, by itself. fixed: the sizes, by name, for the number of images that the result runs
     on.
     """
-    known = [name for name in known if name not in program.inputs]
+    values = [name for name in values if name not in program.inputs]
     needed, nodes = set(refs_of(output)), []
     for node in reversed(program.nodes):
-        if node.name in needed and node.name not in known:
+        if node.name in needed and node.name not in values:
             nodes.append(fitted := _with_numbers(node, fixed))
             needed.update(fitted.refs())
     tensors = {name: value for name, value in program.tensors.items() if name in needed}
-    return replace(program, inputs=(*program.inputs, *known), nodes=tuple(nodes[::-1]), output=output, tensors=tensors)
+    return replace(program, inputs=(*program.inputs, *values), nodes=tuple(nodes[::-1]), output=output, tensors=tensors)
 
 
 def _with_numbers(node: Node, fixed: Mapping[str, int]) -> Node:

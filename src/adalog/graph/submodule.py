@@ -53,8 +53,8 @@ class ModuleCall:
 
     def bind(self, tensors: Sequence[Any]) -> inspect.BoundArguments:
         """Return the arguments of a call with these tensors."""
-        given = {**dict(zip(self.inputs, tensors, strict=True)), **self.constants}
-        arguments = pytree.tree_unflatten([given[name] for name in self.names], self.structure)
+        values = {**dict(zip(self.inputs, tensors, strict=True)), **self.constants}
+        arguments = pytree.tree_unflatten([values[name] for name in self.names], self.structure)
         return inspect.BoundArguments(self.signature, arguments)
 
     def output_of(self, output: Any) -> Any:
@@ -66,8 +66,8 @@ def _call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str
     """Return a call, with defaults but without its output, and the tensors among its arguments."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    found, structure = pytree.tree_flatten_with_path(dict(bound.arguments))
-    leaves = {path[0].key + pytree.keystr(path[1:]): value for path, value in found}  # type: ignore[attr-defined]
+    items, structure = pytree.tree_flatten_with_path(dict(bound.arguments))
+    leaves = {path[0].key + pytree.keystr(path[1:]): value for path, value in items}  # type: ignore[attr-defined]
     constants = {name: value for name, value in leaves.items() if not isinstance(value, Tensor)}
     tensors = tuple(value for value in leaves.values() if isinstance(value, Tensor))
     return ModuleCall(signature, tuple(leaves), constants, structure), tensors
@@ -82,12 +82,12 @@ def record_calls(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) 
     inputs or does not call the module, calls it in different ways or with a list of one member per image, or calls it
     on values that differ in more than the height and width of (N, C, H, W).
     """
-    name, whole = type(model).__name__, type(within).__name__
+    name, outer = type(model).__name__, type(within).__name__
     if model is within or all(module is not model for module in within.modules()):
-        raise ValueError(f"{name} is not a part of {whole}: pass within= a model that contains it")
-    calls, given = _record(model, within, inputs)
+        raise ValueError(f"{name} is not a part of {outer}: pass within= a model that contains it")
+    calls, inputs_of_calls = _record(model, within, inputs)
     if not calls:
-        raise CalibrationError(f"{name} is not called in a forward pass of {whole}: choose another part of the model")
+        raise CalibrationError(f"{name} is not called in a forward pass of {outer}: choose another part of the model")
     for key, value in calls[0].constants.items():
         if not isinstance(value, _CONSTANTS):
             raise CalibrationError(
@@ -96,7 +96,7 @@ def record_calls(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) 
             )
     if any(call != calls[0] for call in calls):
         raise CalibrationError(
-            f"{name} is called {len(calls)} times in a forward pass of {whole}, and its arguments other than tensors "
+            f"{name} is called {len(calls)} times in a forward pass of {outer}, and its arguments other than tensors "
             "differ: choose a part of it, or a module that contains it"
         )
     count = min((len(value) for value in inputs if isinstance(value, Tensor)), default=0)
@@ -107,7 +107,7 @@ def record_calls(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) 
                 f"the lists among the arguments of {name} depend on the number of images, so the quantized module "
                 "could take no other number: choose a module inside it that takes tensors (N, ...)"
             )
-    return calls[0], _join(name, given)
+    return calls[0], _join(name, inputs_of_calls)
 
 
 def _record(model: nn.Module, within: nn.Module, inputs: Sequence[Any]) -> tuple[list[ModuleCall], list[Inputs]]:
@@ -117,12 +117,12 @@ def _record(model: nn.Module, within: nn.Module, inputs: Sequence[Any]) -> tuple
     """
     signature = inspect.signature(model.forward)
     calls: list[ModuleCall] = []
-    given: list[Inputs] = []
+    inputs_of_calls: list[Inputs] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call, tensors = _call(signature, args, kwargs)
         calls.append(call)
-        given.append(tuple(map(Tensor.clone, tensors)))  # the forward may write to its inputs
+        inputs_of_calls.append(tuple(map(Tensor.clone, tensors)))  # the forward may write to its inputs
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         calls[-1] = replace(calls[-1], output=pytree.tree_structure(output))
@@ -134,27 +134,27 @@ def _record(model: nn.Module, within: nn.Module, inputs: Sequence[Any]) -> tuple
     except Exception as cause:
         if calls:
             raise
-        name, whole = type(model).__name__, type(within).__name__
+        name, outer = type(model).__name__, type(within).__name__
         reason = (str(cause).splitlines() or [""])[0]
         raise CalibrationError(
-            f"{whole} fails on the images before it calls {name} ({type(cause).__name__}: {reason}). If {whole} takes "
+            f"{outer} fails on the images before it calls {name} ({type(cause).__name__}: {reason}). If {outer} takes "
             f"something else, such as a list of dicts, pass {name} alone with the tensors that it takes, or within= a "
-            f"module that takes the images and calls {whole} on them"
+            f"module that takes the images and calls {outer} on them"
         ) from cause
     finally:
         for hook in hooks:
             hook.remove()
-    return calls, given
+    return calls, inputs_of_calls
 
 
 def _join(name: str, calls: list[Inputs]) -> list[Inputs]:
     """Join the calls into one if their values have the same sizes; otherwise return them, if only map sizes differ."""
     values = list(zip(*calls, strict=True))
-    if all(len({value.shape[1:] for value in each}) == 1 for each in values):
-        return [tuple(torch.cat(each) if len(each) > 1 else each[0] for each in values)]
-    for each in values:
-        if any(value.ndim != 4 for value in each) or len({value.shape[1] for value in each}) > 1:
-            shapes = ", ".join(str(tuple(value.shape)) for value in each)
+    if all(len({value.shape[1:] for value in parts}) == 1 for parts in values):
+        return [tuple(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in values)]
+    for parts in values:
+        if any(value.ndim != 4 for value in parts) or len({value.shape[1] for value in parts}) > 1:
+            shapes = ", ".join(str(tuple(value.shape)) for value in parts)
             raise CalibrationError(
                 f"{name} is called {len(calls)} times, on values of the shapes {shapes}. Calls can share quantizers "
                 "only if their values have the same sizes, or are maps (N, C, H, W) that differ in height and width "
@@ -171,8 +171,8 @@ def as_function(model: nn.Module, call: ModuleCall, calls: int) -> nn.Module:
     function, count, is_method = copy.copy(model), len(call.inputs), "forward" not in vars(model)
 
     def forward(module: nn.Module, *tensors: Tensor) -> Any:
-        each = [call.bind(tensors[start : start + count]) for start in range(0, calls * count, count)]
-        outputs = tuple(own(module, *bound.args, **bound.kwargs) for bound in each)
+        bound_calls = [call.bind(tensors[start : start + count]) for start in range(0, calls * count, count)]
+        outputs = tuple(own(module, *bound.args, **bound.kwargs) for bound in bound_calls)
         return outputs if calls > 1 else outputs[0]
 
     def own(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -187,12 +187,12 @@ def as_function(model: nn.Module, call: ModuleCall, calls: int) -> nn.Module:
 
 def _identifiers(call: ModuleCall) -> Iterator[str]:
     """Yield the names of a call's tensors as Python identifiers: x, maps_0, maps_fine."""
-    taken = set[str]()
+    names = set[str]()
     for name in call.inputs:
         word = re.sub(r"\W+", "_", name).strip("_")
-        while word in taken:
+        while word in names:
             word += "_"
-        taken.add(word)
+        names.add(word)
         yield word
 
 
@@ -212,25 +212,25 @@ def of_first_call(program: Program, inputs: int) -> Program:
 
     inputs: the number of inputs per call.
     """
-    given = program.inputs[:inputs]
-    alone = replace(program, inputs=given, output=program.output[0]).prune()
-    named = {node.args[1] for node in alone.nodes if len(node.args) > 1 and isinstance(node.args[1], str)}
+    inputs_of_part = program.inputs[:inputs]
+    alone = replace(program, inputs=inputs_of_part, output=program.output[0]).prune()
+    attributes = {node.args[1] for node in alone.nodes if len(node.args) > 1 and isinstance(node.args[1], str)}
     return replace(
         alone,
-        quantizers={name: value for name, value in program.quantizers.items() if name in named},
+        quantizers={name: value for name, value in program.quantizers.items() if name in attributes},
         weights={name: value for name, value in program.weights.items() if name in alone.tensors},
-        free={name: dims for name, dims in program.free.items() if name in given},
-        rule=None if program.rule is None else _about(program.rule, given),
+        free={name: dims for name, dims in program.free.items() if name in inputs_of_part},
+        rule=None if program.rule is None else _about(program.rule, inputs_of_part),
     )
 
 
 def _about(rule: Program, inputs: Sequence[str]) -> Program | None:
     """Return the part of a rule that depends on these inputs alone, or None if nothing is left."""
-    told = set(inputs)
+    names = set(inputs)
     for node in rule.nodes:
-        if told.issuperset(node.refs()):
-            told.add(node.name)
-    output = tuple(ref for ref in rule.output if told.issuperset(refs_of(ref)))
+        if names.issuperset(node.refs()):
+            names.add(node.name)
+    output = tuple(ref for ref in rule.output if names.issuperset(refs_of(ref)))
     return replace(rule, inputs=tuple(inputs), output=output).prune() if output else None
 
 

@@ -22,13 +22,13 @@ def trace(program: Program, inputs: Sequence[Tensor], count: int | None = None) 
     operation fails.
     """
     if count is None:
-        given = [torch.empty_like(value, device="meta") for value in inputs]
+        placeholders = [torch.empty_like(value, device="meta") for value in inputs]
     else:
-        given = [value.new_empty((count, *value.shape[1:]), device="meta") for value in inputs]
-    key = tuple((value.shape, value.stride(), value.dtype) for value in given)
+        placeholders = [value.new_empty((count, *value.shape[1:]), device="meta") for value in inputs]
+    key = tuple((value.shape, value.stride(), value.dtype) for value in placeholders)
     values = program.traces.get(key)
     if values is None:
-        values = program.traces[key] = _trace(program, given)
+        values = program.traces[key] = _trace(program, placeholders)
         for oldest in list(program.traces)[:-_KEPT]:
             program.traces.pop(oldest, None)
     return values
@@ -90,11 +90,11 @@ def channels_in_views(
     views: list[tuple[str, Any]] = [(name, torch.arange(shape[-1]).expand(shape) if channels is None else channels)]
     for view, viewed in views:  # the loop appends to this list
         for reader in readers.get(view, []):
-            known = {**numbers, view: viewed}
+            known_values = {**numbers, view: viewed}
             if reader.op in MOVES:
-                views.append((reader.name, resolve(reader.op)(*evaluate(reader.args, known), **reader.kwargs)))
+                views.append((reader.name, resolve(reader.op)(*evaluate(reader.args, known_values), **reader.kwargs)))
             elif padded and zero_padding(reader):
-                widths = evaluate(reader.args[1], known)
+                widths = evaluate(reader.args[1], known_values)
                 views.append((reader.name, torch.nn.functional.pad(viewed, widths, value=-1)))
     return views
 
@@ -103,10 +103,10 @@ def zero_padding(node: Node) -> bool:
     """Return True if an operation pads a value with zeros, or crops it."""
     if node.op not in PADS or node.kwargs:
         return False
-    given: list[Any] = list(node.args[2:])
+    arguments: list[Any] = list(node.args[2:])
     if node.op == "aten.constant_pad_nd.default":
-        given.insert(0, "constant")
-    mode, fill = given + ["constant", 0][len(given) :]
+        arguments.insert(0, "constant")
+    mode, fill = arguments + ["constant", 0][len(arguments) :]
     return mode == "constant" and not fill
 
 
@@ -120,12 +120,12 @@ def image_axes(program: Program, inputs: Sequence[Tensor]) -> dict[str, Axis]:
     for name, value in two.items():
         if not isinstance(value, Tensor):
             continue
-        changed = [dim for dim in range(value.ndim) if value.shape[dim] != three[name].shape[dim]]
-        each = three[name].shape[changed[0]] - value.shape[changed[0]] if changed else 0
-        if not changed:
+        dims = [dim for dim in range(value.ndim) if value.shape[dim] != three[name].shape[dim]]
+        entries = three[name].shape[dims[0]] - value.shape[dims[0]] if dims else 0
+        if not dims:
             axes[name] = None
-        elif len(changed) == 1 and value.shape[changed[0]] == 2 * each:
-            axes[name] = changed[0], each
+        elif len(dims) == 1 and value.shape[dims[0]] == 2 * entries:
+            axes[name] = dims[0], entries
     return axes
 
 
@@ -142,8 +142,8 @@ def keeps_images_apart(
     together, *alone = run(0, 2), run(0, 1), run(1, 1)
     for name, value in together.items():
         axis, pieces = axes[name], [values[name] for values in alone]
-        expected = pieces if axis is None else [torch.cat(pieces, axis[0])]
-        if not all(close(value, each) for each in expected):
+        references = pieces if axis is None else [torch.cat(pieces, axis[0])]
+        if not all(close(value, reference) for reference in references):
             return False
     return True
 

@@ -99,27 +99,29 @@ class Compiled(nn.Module):
             raise ArtifactError(f"the program cannot run in integers: {one_line(cause)}") from cause
 
     def _plan(self) -> None:
-        planned = reference.plan(self.quantized.program, self.quantized.example)
-        self.sites = {site.name: site for site in planned}
+        sites = reference.plan(self.quantized.program, self.quantized.example)
+        self.sites = {site.name: site for site in sites}
         makers: tuple[Any, Any, Any] = reference.CodeEncoder.key, reference.CodeEncoder, reference.CodeProduct
         if self._context is not None:
             self._check_native()
             makers = native.encoder_key, native.encoder, functools.partial(native.product, context=self._context)
         elif self.executor == "torch":
             makers = integer.DigitEncoder.key, integer.DigitEncoder, integer.product
-        self._apart = compile_program(self.quantized.program, planned, *makers)
+        self._apart = compile_program(self.quantized.program, sites, *makers)
         self._fused = integer.fuse(*self._apart) if self.executor == "torch" else self._apart
         on_cpu = all(value.device.type == "cpu" for value in self.quantized.program.tensors.values())
         self._regions = regions.fuse(*self._apart) if self._wanted and self.executor == "torch" and on_cpu else None
         self._plans: dict[tuple[tuple[int, ...], ...], native.Plan] = {}
 
     def _check_native(self) -> None:
-        given = [*self.quantized.example, *self.quantized.program.tensors.values()]
-        odd = [value for value in given if value.device.type != "cpu" or value.dtype in (torch.float64, torch.float16)]
-        if odd:
+        tensors = [*self.quantized.example, *self.quantized.program.tensors.values()]
+        unsupported = [
+            value for value in tensors if value.device.type != "cpu" or value.dtype in (torch.float64, torch.float16)
+        ]
+        if unsupported:
             raise ArtifactError(
-                f"executor = 'native' runs in float32 on the CPU, but the model is in {odd[0].dtype} on "
-                f"{odd[0].device}: convert or move it"
+                f"executor = 'native' runs in float32 on the CPU, but the model is in {unsupported[0].dtype} on "
+                f"{unsupported[0].device}: convert or move it"
             )
 
     def prepare(self, batch: int, *shapes: Sequence[int]) -> native.Plan:
@@ -132,22 +134,22 @@ class Compiled(nn.Module):
         if self._context is None or batch < 1:
             raise ValueError(f"batch = {batch}: only 'native' prepares for a batch, and it needs at least 1 image")
         example = self.quantized.example
-        given = list(shapes or [value.shape[1:] for value in example])
-        if len(given) != len(example) or not all(isinstance(shape, Sequence) for shape in given):
+        image_shapes = list(shapes or [value.shape[1:] for value in example])
+        if len(image_shapes) != len(example) or not all(isinstance(shape, Sequence) for shape in image_shapes):
             raise ValueError(f"shapes = {shapes}: give one (C, H, W) for each of the {len(example)} inputs")
-        wanted = tuple((batch, *shape) for shape in given)
+        input_shapes = tuple((batch, *shape) for shape in image_shapes)
         with self._lock:
-            if wanted not in self._plans:
-                both = list(zip(wanted, example, strict=True))
+            if input_shapes not in self._plans:
+                pairs = list(zip(input_shapes, example, strict=True))
                 # Check without data first: a shape that the model refuses may be too large to allocate.
-                self.quantized.check([torch.empty(shape, dtype=value.dtype, device="meta") for shape, value in both])
-                inputs = [torch.zeros(shape, dtype=value.dtype) for shape, value in both]
+                self.quantized.check([torch.empty(shape, dtype=value.dtype, device="meta") for shape, value in pairs])
+                inputs = [torch.zeros(shape, dtype=value.dtype) for shape, value in pairs]
                 if len(self._plans) >= _PLANS:
                     del self._plans[next(iter(self._plans))]
                 with torch.inference_mode(False), torch.no_grad():  # later calls write to this memory outside of it
                     values = trace(self.quantized.program, inputs)
-                    self._plans[wanted] = native.Plan(*self._apart, self._context, inputs, values)
-            return self._plans[wanted]
+                    self._plans[input_shapes] = native.Plan(*self._apart, self._context, inputs, values)
+            return self._plans[input_shapes]
 
     @property
     def weight_bytes(self) -> int:
@@ -184,16 +186,16 @@ class Compiled(nn.Module):
         """Return the codes of every operand that is multiplied in integers, uint8, by its quantizer's name."""
         self._check(inputs)
         program, steps = self._apart
-        found: dict[str, Tensor] = {}
+        codes_of: dict[str, Tensor] = {}
 
         def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
             if node.op == ENCODE:
-                found[node.name.rpartition("#")[0].rstrip("#")] = (
+                codes_of[node.name.rpartition("#")[0].rstrip("#")] = (
                     steps[node.name].quantizer.quantize(args[0]).to(torch.uint8)
                 )
 
         program.run(inputs, watch, steps)
-        return found
+        return codes_of
 
     @torch.no_grad()
     def trace(self, name: str, *inputs: Tensor) -> Trace:
@@ -205,20 +207,20 @@ class Compiled(nn.Module):
             )
         self._check(inputs)
         site, (program, steps) = self.sites[name], self._apart
-        made = {arg.name for node in program.nodes if node.name == site.node.name for arg in node.args[:2] if arg}
+        operands = {arg.name for node in program.nodes if node.name == site.node.name for arg in node.args[:2] if arg}
         codes: dict[str, Tensor] = {}
-        found: list[Trace] = []
+        traces: list[Trace] = []
 
         def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-            if node.name in made:
+            if node.name in operands:
                 codes[node.name] = steps[node.name].quantizer.quantize(args[0]).to(torch.uint8)
             elif node.name == site.node.name:
                 sums = steps[node.name].accumulate(*args[:2])
                 right = codes[node.args[1].name] if site.weight is None else site.weight
-                found.append(Trace(site, codes[node.args[0].name], right, tuple(sums), args[2], result))
+                traces.append(Trace(site, codes[node.args[0].name], right, tuple(sums), args[2], result))
 
         program.run(inputs, watch, steps)
-        return found[0]
+        return traces[0]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Compiled":
         before = self.quantized

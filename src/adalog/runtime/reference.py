@@ -69,10 +69,10 @@ class IntegerSite:
     def weight_integers(self) -> Tensor:
         """Return the integers of a stored weight as a right operand: int64, (I, O) or (groups, I, O / groups)."""
         assert self.weight is not None
-        whole = self.right.integer(self.weight)
+        integers = self.right.integer(self.weight)
         if self.geometry is None:
-            return whole.t()
-        return whole.reshape(self.groups, -1, whole[0].numel()).transpose(1, 2)
+            return integers.t()
+        return integers.reshape(self.groups, -1, integers[0].numel()).transpose(1, 2)
 
     def rows(self, image: Tensor, fill: int = 0) -> Tensor:
         """Return a convolution's operand as the rows of a product: (B, C, H, W) -> (B, groups, L, I / groups)."""
@@ -118,15 +118,15 @@ def plan(program: Program, example: tuple[Tensor, ...]) -> list[IntegerSite]:
             continue
         left, right = (arg.name for arg in node.args[:2])
         stored = node.op in PRODUCTS[:2]
-        other = program.weights.get(right) if stored else fakes.get(right)
-        if left not in fakes or other is None or (node.op == PRODUCTS[1] and values[left].ndim != 4):
+        operand = program.weights.get(right) if stored else fakes.get(right)
+        if left not in fakes or operand is None or (node.op == PRODUCTS[1] and values[left].ndim != 4):
             continue
         name = names.get(node.name, node.name)
         quantizers = (
             program.quantizers[fakes[left].args[1]],
-            (program.quantizers[other.args[1]] if isinstance(other, Node) else other.quantizer),
+            (program.quantizers[operand.args[1]] if isinstance(operand, Node) else operand.quantizer),
         )
-        weight = None if isinstance(other, Node) else other.codes
+        weight = None if isinstance(operand, Node) else operand.codes
         shapes = [values[left].shape, values[right].shape]
         grows = not stored and larger[left].shape[-1:] != shapes[0][-1:]
         sites.append(_site(name, node, quantizers, weight, shapes, FREE_TERMS if grows else 0))
@@ -195,12 +195,12 @@ def _per_group(name: str, unit: Tensor, groups: int, channels: int) -> Tensor:
     """
     if unit.numel() == 1:
         return unit.reshape(())
-    found = unit.reshape(groups, -1) if unit.numel() == channels and unit.shape[-2:] == (1, 1) else None
-    if found is None or not bool((found == found[:, :1]).all()):
+    rows = unit.reshape(groups, -1) if unit.numel() == channels and unit.shape[-2:] == (1, 1) else None
+    if rows is None or not bool((rows == rows[:, :1]).all()):
         raise ArtifactError(
             f"site {name} has scales {tuple(unit.shape)} that differ within one sum: it cannot run in integers"
         )
-    return found[:, :1, None]
+    return rows[:, :1, None]
 
 
 # --- the executor ----------------------------------------------------------------------------------------------------

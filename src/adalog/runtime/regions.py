@@ -46,11 +46,11 @@ def fuse(program: Program, apart: Mapping[str, Any]) -> tuple[Program, dict[str,
         later |= set(node.refs())
     kernels: dict[str, _LazyModule] = {}
     nodes: list[Node] = []
-    for inside, run, read in reversed(runs):
+    for inside, run, reads in reversed(runs):
         if not inside or not any(node.name in steps for node in run):
             nodes += run
             continue
-        results = [node.name for node in run if node.name in read]
+        results = [node.name for node in run if node.name in reads]
         kernel = _kernel(run, results, steps, kernels)
         first, last = run[0], run[-1]
         if results == [last.name] and _is_by_rows(run, apart):
@@ -99,8 +99,8 @@ def _is_inside(node: Node, steps: Mapping[str, Any]) -> bool:
 
 def _inputs(nodes: list[Node]) -> list[str]:
     """Return the names of the values that these nodes read but do not compute, in order."""
-    made = {node.name for node in nodes}
-    return list(dict.fromkeys(name for node in nodes for name in node.refs() if name not in made))
+    names = {node.name for node in nodes}
+    return list(dict.fromkeys(name for node in nodes for name in node.refs() if name not in names))
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +122,8 @@ def _kernel(nodes: list[Node], results: list[str], steps: dict[str, Any], kernel
     graph = fx.Graph()
     values = {name: graph.placeholder(f"x{i}") for i, name in enumerate(_inputs(nodes))}
     pure = {node.name: steps.pop(node.name) for node in nodes if node.name in steps}
-    tensors = [tensor for each in pure.values() for tensor in each.tensors]
-    given = iter([graph.placeholder(f"t{i}") for i in range(len(tensors))])
+    tensors = [tensor for step in pure.values() for tensor in step.tensors]
+    placeholders = iter([graph.placeholder(f"t{i}") for i in range(len(tensors))])
 
     def read(ref: Ref) -> fx.Node:
         return values[ref.name]
@@ -132,7 +132,7 @@ def _kernel(nodes: list[Node], results: list[str], steps: dict[str, Any], kernel
         args = map_refs(node.args, read)
         if node.name in pure:
             step = pure[node.name]
-            own = (next(given) for _ in step.tensors)
+            own = (next(placeholders) for _ in step.tensors)
             values[node.name] = graph.call_function(step.function, (*step.choices, *args, *own))
         else:
             kwargs = {key: map_refs(value, read) for key, value in node.kwargs.items()}

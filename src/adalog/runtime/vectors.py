@@ -34,8 +34,8 @@ def vectors(model: Compiled, name: str, *inputs: Tensor) -> dict[str, bytes]:
                 values[f"{side}_table_{index}"] = table
         for index, unit in enumerate(quantizer.units()):
             values[f"{side}_unit_{index}"] = unit
-        written = ("scale", "zero_point", "negative_scale")  # these have their own files
-        fields = {key: value for key, value in quantizer.fields().items() if key not in written}
+        stored = ("scale", "zero_point", "negative_scale")  # these have their own files
+        fields = {key: value for key, value in quantizer.fields().items() if key not in stored}
         sides[side] = {**fields, "parts": len(quantizer.units())}
     for index, (sums, scale) in enumerate(zip(trace.accumulators, site.scales, strict=True)):
         values |= {f"accumulators_{index}": sums, f"scale_{index}": scale}

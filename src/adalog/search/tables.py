@@ -36,8 +36,8 @@ def with_tables(products: Sequence[Product], assignments: Sequence[Assignment], 
     float levels, else 16 bits. The base, scale and headroom are searched for the table. A quantizer with 2**bits + 1
     values stays as it is.
 
-    products, assignments: their operands have the same shapes and formats. Raises ValueError if mantissas do not fit in the
-    width that `tables` asks for.
+    products, assignments: their operands have the same shapes and formats. Raises ValueError if mantissas do not fit in
+    the width that `tables` asks for.
     """
     quantizers = [
         assignment.left

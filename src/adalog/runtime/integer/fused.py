@@ -83,16 +83,16 @@ def _only_readers(program: Program) -> dict[str, Node]:
     """Return the reader of each value that exactly one node reads, as its first argument."""
     readers, outputs = program.consumers(), set(refs_of(program.output))
     return {
-        name: found[0]
-        for name, found in readers.items()
-        if name not in outputs and len(found) == 1 and list(found[0].refs())[:1] == [name]
+        name: reading[0]
+        for name, reading in readers.items()
+        if name not in outputs and len(reading) == 1 and list(reading[0].refs())[:1] == [name]
     }
 
 
 def _next(node: Node | None, ops: Collection[str], following: Mapping[str, Node]) -> Node | None:
     """Return the only reader of a node if it is one of these operations, or None."""
-    found = None if node is None else following.get(node.name)
-    return found if found is not None and found.op in ops else None
+    node_after = None if node is None else following.get(node.name)
+    return node_after if node_after is not None and node_after.op in ops else None
 
 
 def _fuse_linear(
@@ -134,5 +134,5 @@ def _fuse_attention(
         return
     steps[last.name] = FusedAttention(step, scaling.args[1] if scaling is not None else 1.0, encoder, product)
     nodes[last.name] = replace(last, args=(*node.args[:2], last.args[1]))
-    for gone in filter(None, (node, scaling, softmax, encode)):
-        del nodes[gone.name]
+    for fused in filter(None, (node, scaling, softmax, encode)):
+        del nodes[fused.name]

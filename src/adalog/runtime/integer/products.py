@@ -93,20 +93,20 @@ class RowProduct:
     @staticmethod
     def _bytes(site: IntegerSite) -> tuple[Tensor, Tensor]:
         """Return the weight as signed bytes, (I, O), and the number that was subtracted per channel, (O,)."""
-        whole = site.weight_integers()
-        whole = whole if site.geometry is None else whole[0]
-        outside = (whole.amin(0) < -128) | (whole.amax(0) > 127)
-        moved = torch.where(outside, whole.amin(0) + 128, 0)
-        if bool(((whole - moved) > 127).any()):
+        weight = site.weight_integers()
+        weight = weight if site.geometry is None else weight[0]
+        outside = (weight.amin(0) < -128) | (weight.amax(0) > 127)
+        shift = torch.where(outside, weight.amin(0) + 128, 0)
+        if bool(((weight - shift) > 127).any()):
             raise ArtifactError(
                 f"site {site.name} has a weight whose integers span more than a byte: use executor = 'reference'"
             )
-        return (whole - moved).to(torch.int8).t().contiguous().t(), moved
+        return (weight - shift).to(torch.int8).t().contiguous().t(), shift
 
     def _rows(self, left: list[Tensor]) -> list[list[Tensor]]:
         """Return the digits of each part as (T, I)."""
-        site, given = self.site, iter(left)
-        parts = [[(next(given), factor, digits) for factor in digits.factors] for digits in self._left]
+        site, stream = self.site, iter(left)
+        parts = [[(next(stream), factor, digits) for factor in digits.factors] for digits in self._left]
         if site.geometry is None:
             return [[digit.reshape(-1, site.terms) for digit, *_ in part] for part in parts]
         # Padding is the integer 0 in every part, even in a part of ones.
@@ -122,16 +122,16 @@ class RowProduct:
         products = [multiply_bytes(row, self._weight, out) for row, out in zip(rows, outs, strict=True)]
         digits, dtype = self._left[part], self._dtypes[part]
         total = products[0].to(dtype)
-        for each, factor in zip(products[1:], digits.factors[1:], strict=True):
-            total.add_(each.to(dtype), alpha=factor)
+        for product, factor in zip(products[1:], digits.factors[1:], strict=True):
+            total.add_(product.to(dtype), alpha=factor)
         if self._has_constants[part]:
             total.add_(self._constants[part].to(dtype))
         if self._has_moved:
-            whole = sum(
+            row_sums = sum(
                 (row.sum(1, dtype=torch.int64) * factor for row, factor in zip(rows, digits.factors, strict=True)),
                 start=torch.zeros(len(rows[0]), dtype=torch.int64, device=rows[0].device),
             )
-            total.add_((whole[:, None] * self._moved).to(dtype))
+            total.add_((row_sums[:, None] * self._moved).to(dtype))
         return total
 
     @functools.cached_property
@@ -269,8 +269,8 @@ class BatchedProduct:
             if not pays_as_bytes(x, y):
                 return torch.matmul(x.to(self._dtype), y.to(self._dtype))
             result = scratch("batched", (*x.shape[:-1], y.shape[-1]), torch.int32, x.device)
-            for one, other, out in zip(x.flatten(0, -3), y.flatten(0, -3), result.flatten(0, -3), strict=True):
-                torch._int_mm(one, other, out=out)
+            for x_matrix, y_matrix, out in zip(x.flatten(0, -3), y.flatten(0, -3), result.flatten(0, -3), strict=True):
+                torch._int_mm(x_matrix, y_matrix, out=out)
             return result
 
         return sums, Pure(to_floats, (), (self.site.scales[0],))
@@ -291,9 +291,9 @@ class BatchedProduct:
         lefts, rights = self._with_factors(self._left, left), self._with_factors(self._right, right)
         return [[(f * g, multiply(x, y)) for f, x in one for g, y in other] for one in lefts for other in rights]
 
-    def _with_factors(self, parts: list[Digits], given: list[Tensor]) -> list[list[tuple[int, Tensor]]]:
+    def _with_factors(self, parts: list[Digits], tensors: list[Tensor]) -> list[list[tuple[int, Tensor]]]:
         """Return the digits of each part in the type of the products, each with its factor."""
-        following = iter(given)
+        following = iter(tensors)
         return [[(factor, next(following).to(self._dtype)) for factor in digits.factors] for digits in parts]
 
     def _depthwise(self, image: Tensor, weight: Tensor) -> Tensor:
@@ -314,8 +314,8 @@ class BatchedProduct:
             result = image.new_zeros(*image.shape[:2], height, width)
             for i in range(kernels.shape[2]):
                 for j in range(kernels.shape[3]):
-                    seen = padded[:, :, i * dilation[0] :: stride[0], j * dilation[1] :: stride[1]]
-                    result.addcmul_(seen[:, :, :height, :width], kernels[:, :, i, j, None])
+                    window = padded[:, :, i * dilation[0] :: stride[0], j * dilation[1] :: stride[1]]
+                    result.addcmul_(window[:, :, :height, :width], kernels[:, :, i, j, None])
         return result.flatten(2).unsqueeze(-1)
 
     def accumulate(self, left: list[Tensor], right: list[Tensor] | None = None) -> list[Tensor]:
@@ -326,8 +326,8 @@ class BatchedProduct:
     def __call__(self, left: list[Tensor], right: list[Tensor] | None = None, bias: Tensor | None = None) -> Tensor:
         sums = []
         for (_, total), *others in self._products(left, right):
-            for factor, each in others:
-                total.add_(each, alpha=factor)
+            for factor, product in others:
+                total.add_(product, alpha=factor)
             sums.append(total)
         if len(sums) == 1 and self.site.geometry is None and sums[0].dtype == self.site.scales[0].dtype:
             return sums[0].mul_(self.site.scales[0])

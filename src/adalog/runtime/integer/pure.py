@@ -45,11 +45,11 @@ def log_digits(dtype: torch.dtype, x: Tensor, offset: Tensor, thresholds: Tensor
     """
     if x.dtype != thresholds.dtype:
         raise TypeError(f"the values are {x.dtype}, but the model is {thresholds.dtype}: convert one of them")
-    value, each = x + offset, thresholds.unbind()
+    value, edges = x + offset, thresholds.unbind()
     above: list[Tensor] = []
     step = len(tables[0]) // 2
     while step:
-        above.insert(0, value > _select(each[step - 1 :: 2 * step], above))
+        above.insert(0, value > _select(edges[step - 1 :: 2 * step], above))
         step //= 2
     return [_for_products(_select(table.unbind(), above).to(dtype)) for table in tables]
 
@@ -63,7 +63,7 @@ def to_floats(sums: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
 def _select(values: Sequence[Tensor], above: Sequence[Tensor]) -> Tensor:
     """Select one of 2**n values by n masks, one per bit of its number, lowest bit first. A set mask means a 0."""
     for mask in above:
-        values = [torch.where(mask, zero, one) for zero, one in zip(values[::2], values[1::2], strict=True)]
+        values = [torch.where(mask, zero, one_value) for zero, one_value in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 

@@ -156,25 +156,25 @@ WRITTEN = {(Output, "data"), (Output, "more"), (Patches, "out")}  # pointers to 
 
 def own_layout() -> library.Offsets:
     """Return the offset and size of every structure above and of its fields."""
-    found: library.Offsets = {}
+    offsets: library.Offsets = {}
     for structure in STRUCTURES:
-        found[structure.__name__] = 0, ctypes.sizeof(structure)
+        offsets[structure.__name__] = 0, ctypes.sizeof(structure)
         for name, *_ in structure._fields_:
             field = getattr(structure, name)
-            found[f"{structure.__name__}.{name}"] = field.offset, field.size
-    return found
+            offsets[f"{structure.__name__}.{name}"] = field.offset, field.size
+    return offsets
 
 
 def load() -> ctypes.CDLL:
     """Load the library of kernels and declare its functions. Raises ValueError if it cannot be used here."""
-    found, why = library.load()
-    if found is None:
+    compiled, why = library.load()
+    if compiled is None:
         raise ValueError(f"executor = 'native' does not run here: {why}")
-    return _declare(found)
+    return _declare(compiled)
 
 
 @functools.cache
-def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
+def _declare(compiled: ctypes.CDLL) -> ctypes.CDLL:
     for name, result, arguments in (
         ("open", c_void_p, [c_int, c_int]),
         ("close", None, [c_void_p]),
@@ -183,9 +183,9 @@ def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
         ("weights_bytes", c_int64, [c_void_p]),
         *((kernel, c_int, [c_void_p, c_void_p]) for kernel in KERNELS),
     ):
-        function = getattr(found, f"adalog_{name}")
+        function = getattr(compiled, f"adalog_{name}")
         function.restype, function.argtypes = result, arguments
-    return found
+    return compiled
 
 
 class Context:
@@ -250,8 +250,8 @@ class Weights:
         assert zero.shape == codes.shape[:1]
         self._library = load()
         self.choices = bits, left_zero, left_top
-        told = (*codes.shape, *self.choices)
-        self.pointer = self._library.adalog_weights(codes.ctypes.data, zero.ctypes.data, *told)
+        sizes = (*codes.shape, *self.choices)
+        self.pointer = self._library.adalog_weights(codes.ctypes.data, zero.ctypes.data, *sizes)
         if not self.pointer:
             raise MemoryError(f"there is not enough memory for the weight of {name}")
         self.nbytes = self._library.adalog_weights_bytes(self.pointer)

@@ -42,8 +42,8 @@ def copy(static: Any, value: Any) -> None:
     if isinstance(static, Tensor):
         static.copy_(value)
     elif isinstance(static, (tuple, list)):
-        for put, given in zip(static, value, strict=True):
-            copy(put, given)
+        for put, source in zip(static, value, strict=True):
+            copy(put, source)
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ class Layout:
 
     def call_numpy(self, operation: str, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Add an operation that NumPy runs, with its result in `out`. Return False if NumPy does not run it."""
-        given = [each for arg in args for each in (arg if isinstance(arg, (tuple, list)) else [arg])]
-        floats = {each.dtype for each in (out, *given) if isinstance(each, Tensor)} == {torch.float32}
+        arguments = [argument for arg in args for argument in (arg if isinstance(arg, (tuple, list)) else [arg])]
+        floats = {argument.dtype for argument in (out, *arguments) if isinstance(argument, Tensor)} == {torch.float32}
         if operation in _RESHAPES and out.is_contiguous():
             self._floats(COPY, out.view(args[0].shape), args[0])
         elif operation in FLOATS and floats and not kwargs:
@@ -161,7 +161,7 @@ class Layout:
 
     def _floats(self, operation: str, out: Tensor, *args: Any) -> None:
         """Add a call of an operation in `FLOATS`."""
-        run = functools.partial(FLOATS[operation], *(_as_arrays(each) for each in (out, *args)))
+        run = functools.partial(FLOATS[operation], *(_as_arrays(array) for array in (out, *args)))
         self.calls.append(PlanCall(self.step, operation, run, (out, args)))
 
     def call_torch(self, operation: str, run: Callable[[], None]) -> None:
@@ -194,13 +194,13 @@ class Layout:
 
         lead: the leading dimensions of the product. The bytes are expanded to them if there are more than two.
         """
-        seen = plane = plane.expand(*lead, *plane.shape[-2:]) if len(lead) > 2 else plane
+        view = plane = plane.expand(*lead, *plane.shape[-2:]) if len(lead) > 2 else plane
         if len(plane.shape[:-3]) > 1:
             try:
                 plane.view(-1, *plane.shape[-3:])
             except RuntimeError:
-                seen = self.dense(plane)
-        return seen if 1 in (seen.stride(-1), seen.stride(-2)) else self.dense(seen)
+                view = self.dense(plane)
+        return view if 1 in (view.stride(-1), view.stride(-2)) else self.dense(view)
 
     def results(self, finish: Finish, shape: Sequence[int], rows: Rows | None = None) -> list[Tensor]:
         """Take memory for the results of a kernel, one tensor per plane.
@@ -223,7 +223,7 @@ class Layout:
         else:
             planes = [empty]
         rows_of = (plane.to(dtype).expand(math.prod(shape) // len(plane), -1) for plane in planes)
-        out = [each.clone(memory_format=torch.contiguous_format).view(tuple(shape)) for each in rows_of]
+        out = [value.clone(memory_format=torch.contiguous_format).view(tuple(shape)) for value in rows_of]
         self.alive += out
         return out
 
@@ -236,7 +236,7 @@ class Layout:
         """Create the tables of a function of few values."""
         depth, heap, values = search_tables(table.thresholds, table.values)
         buckets, places = buckets_of(table.thresholds, table.values)
-        found = abi.Steps(
+        steps = abi.Steps(
             heap=self.keep(heap),
             values=self.keep(values),
             length=len(heap),
@@ -253,9 +253,9 @@ class Layout:
         )
         few = few_buckets_of(table.thresholds)
         if few is not None:
-            near, found.most, found.near_slope, found.near_origin = few
-            found.near, found.near_length = self.keep(near), near.numel()
-        return found
+            near, steps.most, steps.near_slope, steps.near_origin = few
+            steps.near, steps.near_length = self.keep(near), near.numel()
+        return steps
 
     def output(
         self, finish: Finish, out: Sequence[Tensor], scale: Tensor, bias: Tensor | None, activation: str = ""
@@ -284,12 +284,12 @@ class Layout:
         arguments.bias = self.keep(offset.float().contiguous())
         return arguments
 
-    def move_rows(self, output: abi.Output, rows: Rows, added: Tensor | None) -> None:
+    def move_rows(self, output: abi.Output, rows: Rows, residual: Tensor | None) -> None:
         """Set the places at which an output stores its rows, and the values that it adds to them."""
         added_to = None
-        if added is not None:
-            added, added_to = self.dense(added), rows.added_to
-            output.residual, output.residual_bytes = added.data_ptr(), bytes_behind(added)
+        if residual is not None:
+            residual, added_to = self.dense(residual), rows.added_to
+            output.residual, output.residual_bytes = residual.data_ptr(), bytes_behind(residual)
         for field, numbers in (("place", rows.place), ("added_to", added_to)):
             if numbers is not None:
                 setattr(output, field, self.keep(numbers))

@@ -66,9 +66,13 @@ class Plan:
         shapes: Mapping[str, Any],
     ):
         sites = {
-            name: each.site for name, each in functions.items() if isinstance(each, (ByteProduct, DepthwiseProduct))
+            name: function.site
+            for name, function in functions.items()
+            if isinstance(function, (ByteProduct, DepthwiseProduct))
         }
-        quantizers = {name: each.quantizer for name, each in functions.items() if isinstance(each, ByteEncoder)}
+        quantizers = {
+            name: function.quantizer for name, function in functions.items() if isinstance(function, ByteEncoder)
+        }
         emitter = _Emitter(recognise(program, sites, quantizers, shapes), functions, context, inputs)
         self.program, self.functions, self.shapes = program, functions, [value.shape for value in inputs]
         self.statics, self.pointers, self.results = emitter.statics, emitter.pointers, emitter.results
@@ -100,10 +104,10 @@ class Plan:
     def _taking(self, inputs: Sequence[Tensor]) -> Iterator[None]:
         """Let the calls read these inputs, and make other callers wait, while the context is open."""
         with self._lock, np.errstate(all="ignore"):  # no warnings for infinite or NaN values, as in torch
-            given = [value.contiguous() for value in inputs]
+            tensors = [value.contiguous() for value in inputs]
             for arguments, index in self.pointers:
-                arguments.data = given[index].data_ptr()
-            for static, value in zip(self.statics, given, strict=True):
+                arguments.data = tensors[index].data_ptr()
+            for static, value in zip(self.statics, tensors, strict=True):
                 if static is not None:
                     static.copy_(value)
             yield
@@ -116,13 +120,15 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _last_reads(found: LoweredProgram) -> list[list[str]]:
+def _last_reads(lowered: LoweredProgram) -> list[list[str]]:
     """Return for each step the names of the values that no later step reads. Outputs are read at the end."""
-    made = {step.name for step in found.steps}
-    read_later = set(refs_of(found.program.output))
+    computed = {step.name for step in lowered.steps}
+    read_later = set(refs_of(lowered.program.output))
     dead: list[list[str]] = []
-    for step in reversed(found.steps):
-        names = [name for name in dict.fromkeys([step.name, *step.reads]) if name in made and name not in read_later]
+    for step in reversed(lowered.steps):
+        names = [
+            name for name in dict.fromkeys([step.name, *step.reads]) if name in computed and name not in read_later
+        ]
         read_later.update(names)
         dead.append(names)
     return dead[::-1]
@@ -137,20 +143,20 @@ class _Emitter:
     """
 
     def __init__(
-        self, found: LoweredProgram, functions: Mapping[str, Any], context: abi.Context, inputs: Sequence[Tensor]
+        self, lowered: LoweredProgram, functions: Mapping[str, Any], context: abi.Context, inputs: Sequence[Tensor]
     ):
         self.layout = Layout(context)
-        self.layout.alive.append(found.constants)
+        self.layout.alive.append(lowered.constants)
         self.fallbacks: dict[str, str] = {}
         self.pointers: list[tuple[ctypes.Structure, int]] = []
-        self._found, self._functions = found, functions
-        program = found.program
-        self._index_of = {name: i for i, name in enumerate(program.inputs) if name in found.read_in_place}
+        self._found, self._functions = lowered, functions
+        program = lowered.program
+        self._index_of = {name: i for i, name in enumerate(program.inputs) if name in lowered.read_in_place}
         self.statics = [
-            None if name in found.read_in_place else torch.zeros_like(value)
+            None if name in lowered.read_in_place else torch.zeros_like(value)
             for name, value in zip(program.inputs, inputs, strict=True)
         ]
-        self._values: dict[str, Any] = dict(found.constants)
+        self._values: dict[str, Any] = dict(lowered.constants)
         for name, value, static in zip(program.inputs, inputs, self.statics, strict=True):
             self._values[name] = torch.empty(value.shape) if static is None else static
         emitted: dict[type, Callable[[Any], Any]] = {
@@ -164,7 +170,7 @@ class _Emitter:
             TorchStep: self._torch,
         }
         nodes, arena = {node.name: node for node in program.nodes}, self.layout.arena
-        for step, dead in zip(found.steps, _last_reads(found), strict=True):
+        for step, dead in zip(lowered.steps, _last_reads(lowered), strict=True):
             self.layout.scratch, self.layout.step, self._last_read = [], step.name, frozenset(dead)
             with failing(nodes[step.name]):
                 value = emitted[type(step)](step)
@@ -206,10 +212,10 @@ class _Emitter:
         if step.factor is not None:
             scale = scale * step.factor.double()
             bias = None if bias is None else bias * step.factor.double()
-        added = self._added(step)
-        out = self._in_place(step, added) or layout.results(step.finish, step.shape, step.rows)
+        residual = self._added(step)
+        out = self._in_place(step, residual) or layout.results(step.finish, step.shape, step.rows)
         output = layout.output(step.finish, [plane.view(-1, columns) for plane in out], scale, bias, step.activation)
-        layout.move_rows(output, step.rows, added)
+        layout.move_rows(output, step.rows, residual)
         if isinstance(product, DepthwiseProduct):
             image = layout.dense(source[0].permute(0, 2, 3, 1))
             layout.alive += [product.zero, product.factors]
@@ -224,13 +230,13 @@ class _Emitter:
             out = [plane.transpose(1, 2).unflatten(2, step.image) for plane in out]
         return _value(step.finish, out)
 
-    def _in_place(self, step: LinearStep, added: Tensor | None) -> list[Tensor] | None:
+    def _in_place(self, step: LinearStep, residual: Tensor | None) -> list[Tensor] | None:
         """Return the memory of the value that a linear adds to, if the sums can overwrite that value, or None."""
         rows, arena = step.rows, self.layout.arena
-        if added is None or step.finish is not None or rows.place is not None or rows.added_to is not None:
+        if residual is None or step.finish is not None or rows.place is not None or rows.added_to is not None:
             return None
-        alone = rows.added in self._last_read and added.is_contiguous() and arena.holds_alone(added)
-        return [added.view(step.shape)] if alone else None
+        alone = rows.added in self._last_read and residual.is_contiguous() and arena.holds_alone(residual)
+        return [residual.view(step.shape)] if alone else None
 
     def _rows_of(self, site: IntegerSite, left: Bytes) -> Planes:
         """Return the left operand of a stored weight as (T, I)."""
@@ -445,14 +451,14 @@ def _writer(op: str) -> Callable[..., Any] | None:
 
 
 def _writes(
-    into: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], static: Tensor, wanted: Tensor
+    into: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], static: Tensor, expected: Tensor
 ) -> bool:
     """Return True if the form takes these arguments and computes the wanted result."""
     try:
-        found = into(*args, **kwargs, out=static)
+        result = into(*args, **kwargs, out=static)
     except (RuntimeError, TypeError, ValueError):  # it takes other arguments
         return False
-    return found is static and torch.equal(static, wanted)
+    return result is static and torch.equal(static, expected)
 
 
 def _call(into: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -49,21 +49,21 @@ class Flow:
 
     def apply(self, node: Node, values: Mapping[str, Any]) -> Any:
         """Return the result of a node for these values and the constants that it reads."""
-        known = {name: values[name] if name in values else self.constant(name) for name in node.refs()}
-        kwargs = {key: evaluate(value, known) for key, value in node.kwargs.items()}
-        return self.program.apply(node, evaluate(node.args, known), kwargs)
+        operands = {name: values[name] if name in values else self.constant(name) for name in node.refs()}
+        kwargs = {key: evaluate(value, operands) for key, value in node.kwargs.items()}
+        return self.program.apply(node, evaluate(node.args, operands), kwargs)
 
     def is_constant(self, name: str) -> bool:
         """Return True if a value is the same for all inputs of this shape."""
-        waiting, seen = [name], set[str]()
+        waiting, visited = [name], set[str]()
         while waiting:
-            each = waiting.pop()
-            if each in seen or each in self._constants or isinstance(self.shapes.get(each), int):
+            current = waiting.pop()
+            if current in visited or current in self._constants or isinstance(self.shapes.get(current), int):
                 continue
-            if each not in self.nodes or self.nodes[each].op in (ENCODE, PRODUCT):
+            if current not in self.nodes or self.nodes[current].op in (ENCODE, PRODUCT):
                 return False
-            seen.add(each)
-            waiting += self.nodes[each].refs()
+            visited.add(current)
+            waiting += self.nodes[current].refs()
         return True
 
     def constant(self, name: str) -> Any:
@@ -78,7 +78,7 @@ class Flow:
 
         Return None if an output of the program reads the value.
         """
-        found: list[tuple[Node, list[Node]]] = []
+        paths: list[tuple[Node, list[Node]]] = []
         waiting: list[tuple[str, list[Node]]] = [(name, [])]
         while waiting:
             value, path = waiting.pop()
@@ -90,8 +90,8 @@ class Flow:
                 if (reader.op in MOVES and list(reader.refs())[:1] == [value]) or self._multiplies(reader, value):
                     waiting.append((reader.name, [*path, reader]))
                 else:
-                    found.append((reader, path))
-        return found
+                    paths.append((reader, path))
+        return paths
 
     def _multiplies(self, node: Node, name: str) -> bool:
         """Return True if a node only multiplies a value by constants."""
@@ -101,7 +101,7 @@ class Flow:
             and not node.kwargs
             and refs.count(name) == 1
             and (node.op.startswith("aten.mul") or node.args[0] == Ref(name))
-            and all(self.is_constant(each) for each in refs if each != name)
+            and all(self.is_constant(ref) for ref in refs if ref != name)
             and self.shapes[node.name].shape == self.shapes[name].shape
         )
 
@@ -123,9 +123,9 @@ def rows_behind(flow: Flow, name: str, columns: int) -> Rows:
     The entries are numbered, and the moves are run on the numbers.
     """
     shape = flow.shapes[name].shape
-    found = Rows(name)
+    rows = Rows(name)
     if name in flow.outputs or not 0 < shape.numel() < 2**31 - columns:
-        return found
+        return rows
     numbers = torch.arange(1, shape.numel() + 1, dtype=torch.int32).view(shape)  # 0 marks padding
     inside: dict[str, Any] = {name: numbers}
     for node in flow.behind(name):
@@ -134,26 +134,26 @@ def rows_behind(flow: Flow, name: str, columns: int) -> Rows:
         if not _moves(flow, node, inside):
             break
         inside[node.name] = moved = flow.apply(node, inside)
-        gone = tuple(each for each in inside if each != node.name)
-        alone = all(reader.name in inside for each in gone for reader in flow.readers(each))
-        if not alone or not flow.outputs.isdisjoint(gone):
+        moves = tuple(member for member in inside if member != node.name)
+        alone = all(reader.name in inside for member in moves for reader in flow.readers(member))
+        if not alone or not flow.outputs.isdisjoint(moves):
             continue
         if not isinstance(moved, Tensor) or not moved.numel() or moved.numel() % columns:
             continue
         stays = moved.data_ptr() == numbers.data_ptr() and moved.shape.numel() == shape.numel()
         if stays and moved.is_contiguous():
-            found = Rows(node.name, gone=gone)
+            rows = Rows(node.name, gone=moves)
             continue
         place = _places(moved.reshape(-1, columns), shape.numel() // columns)
         if place is not None:
-            found = Rows(node.name, place, int((place >= 0).sum()) * columns == moved.numel(), gone)
-    return found
+            rows = Rows(node.name, place, int((place >= 0).sum()) * columns == moved.numel(), moves)
+    return rows
 
 
 def _moves(flow: Flow, node: Node, values: Mapping[str, Any]) -> bool:
     """Return True if a node moves some of these values, or pads one with zeros, and reads only sizes besides."""
     refs = list(node.refs())
-    if not all(each in values or isinstance(flow.shapes.get(each), int) for each in refs):
+    if not all(ref in values or isinstance(flow.shapes.get(ref), int) for ref in refs):
         return False
     if node.op in PADS:
         return not bool(flow.apply(node, {refs[0]: torch.zeros(values[refs[0]].shape)}).any())
@@ -167,13 +167,13 @@ def _places(numbers: Tensor, count: int) -> Tensor | None:
     """
     columns = numbers.shape[1]
     first = numbers[:, :1]
-    there = (first > 0)[:, 0]
-    before = first[there][:, 0] - 1
+    filled = (first > 0)[:, 0]
+    before = first[filled][:, 0] - 1
     place = torch.full((count,), -1, dtype=torch.int32)
-    place[before.long() // columns] = there.nonzero()[:, 0].int()
-    rows = torch.arange(columns, dtype=torch.int32) * there[:, None] + first
-    whole = not bool((before % columns).any()) and torch.equal(numbers, rows)
-    return place if whole and int((place >= 0).sum()) == len(before) else None
+    place[before.long() // columns] = filled.nonzero()[:, 0].int()
+    rows = torch.arange(columns, dtype=torch.int32) * filled[:, None] + first
+    complete = not bool((before % columns).any()) and torch.equal(numbers, rows)
+    return place if complete and int((place >= 0).sum()) == len(before) else None
 
 
 def with_constant(flow: Flow, rows: Rows, columns: int) -> tuple[Rows, Tensor | None]:
@@ -187,10 +187,10 @@ def with_constant(flow: Flow, rows: Rows, columns: int) -> tuple[Rows, Tensor | 
     other = reader.args[1]
     if not isinstance(other, Ref) or not flow.is_constant(other.name):
         return rows, None
-    constant, found = flow.constant(other.name), flow.shapes[reader.name]
+    constant, result = flow.constant(other.name), flow.shapes[reader.name]
     # If a view has changed the length of the rows, the sum may have a larger shape.
-    alike = found.shape == flow.shapes[rows.last].shape and found.shape[-1:] == (columns,)
-    if constant.shape != (columns,) or not alike or found.dtype != torch.float32:
+    alike = result.shape == flow.shapes[rows.last].shape and result.shape[-1:] == (columns,)
+    if constant.shape != (columns,) or not alike or result.dtype != torch.float32:
         return rows, None
     return replace(rows, last=reader.name, gone=(*rows.gone, rows.last), empty=constant), constant
 
@@ -206,8 +206,8 @@ def with_addition(flow: Flow, rows: Rows, columns: int, pending: Mapping[str, An
         return rows
     others = [arg.name for arg in reader.args if isinstance(arg, Ref) and arg.name != rows.last]
     shape = flow.shapes[rows.last].shape
-    taken = pending.get(reader.name) is not reader
-    if taken or len(others) != 1 or flow.shapes[reader.name].shape != shape:
+    replaced = pending.get(reader.name) is not reader
+    if replaced or len(others) != 1 or flow.shapes[reader.name].shape != shape:
         return rows
     other = flow.shapes.get(others[0])
     if not isinstance(other, Tensor) or other.shape != shape or other.dtype != torch.float32:

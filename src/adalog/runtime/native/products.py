@@ -144,10 +144,10 @@ class ByteProduct:
         if len(rows[0]):
             self.context.run("linear", linear(self.weights, rows, abi.Output(kind=abi.SUMS, **place(sums))))
         lead = shape[:-1] if site.geometry is None else (shape[0], 1, math.prod(site.sizes(shape)))
-        found = [sums.long().view(*lead, self.columns)]
+        parts = [sums.long().view(*lead, self.columns)]
         if len(site.scales) > 1:
-            found.append(self.ones_sums(shape[1:]).expand_as(found[0]))
-        return found
+            parts.append(self.ones_sums(shape[1:]).expand_as(parts[0]))
+        return parts
 
     def _multiply(self, left: Planes, right: Tensor) -> Tensor:
         lead = torch.broadcast_shapes(left[0].shape[:-2], right.shape[:-2])
@@ -219,8 +219,8 @@ def weights_of(site: IntegerSite) -> abi.Weights:
 def place(value: Tensor, *others: Tensor) -> dict[str, int]:
     """Return the fields of `Output` that locate a value whose rows are its last dimension, or its two planes."""
     row = value.stride(-2) if value.ndim > 1 else value.shape[-1]
-    found = {"data": value.data_ptr(), "bytes": bytes_behind(value), "row": row}
-    return found | ({"more": others[0].data_ptr()} if others else {})
+    fields = {"data": value.data_ptr(), "bytes": bytes_behind(value), "row": row}
+    return fields | ({"more": others[0].data_ptr()} if others else {})
 
 
 def bytes_behind(value: Tensor) -> int:
@@ -310,7 +310,7 @@ def side(
     zero = torch.zeros(first.shape[1], dtype=torch.int32)
     if isinstance(quantizer, UniformQuantizer):
         zero += quantizer.zero_point.reshape(-1).to(torch.int32)
-    found = abi.Side(
+    structure = abi.Side(
         data=first.data_ptr(),
         more=planes[1].data_ptr() if len(planes) > 1 else None,
         bytes=min(map(bytes_behind, planes)),
@@ -322,4 +322,4 @@ def side(
         transposed=transposed,
         top=top_of(entries_of(quantizer)),
     )
-    return found, planes, zero
+    return structure, planes, zero

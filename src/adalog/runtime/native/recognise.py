@@ -63,22 +63,22 @@ def recognise(
     arguments.
     """
     flow = Flow(program, shapes)
-    found = _Recogniser(flow, sites, quantizers)
+    recogniser = _Recogniser(flow, sites, quantizers)
     steps: list[Step] = []
     needed = set(flow.outputs)
     for name in reversed(flow.nodes):
-        pending = found.pending.get(name)
+        pending = recogniser.pending.get(name)
         if pending is None or name not in needed or flow.is_constant(name):
             continue
         if isinstance(pending, Node):
             with failing(pending):
-                pending = found.default(pending)
+                pending = recogniser.default(pending)
         steps.append(pending)
         needed.update(pending.reads)
     steps.reverse()
-    made = {*program.inputs, *(step.name for step in steps)}
+    names = {*program.inputs, *(step.name for step in steps)}
     constants: dict[str, Any] = {}
-    for name in sorted(needed - made):
+    for name in sorted(needed - names):
         with failing(flow.nodes[name]) if name in flow.nodes else contextlib.nullcontext():
             constants[name] = flow.constant(name)
     in_place = {
@@ -125,8 +125,8 @@ class _Recogniser:
         quantizer = self._quantizers.get(node.name)
         if quantizer is None:
             kind = _kind_of(node)
-            given = self._flow.shapes.get(node.args[0].name) if kind else None
-            if isinstance(given, Tensor) and given.dtype == torch.float32 and given.numel():
+            source = self._flow.shapes.get(node.args[0].name) if kind else None
+            if isinstance(source, Tensor) and source.dtype == torch.float32 and source.numel():
                 return ActivationStep(node.name, node.args[0].name, kind)
             return TorchStep(node.name, node)
         uniform, source = isinstance(quantizer, UniformQuantizer), self._flow.shapes[node.args[0].name]
@@ -135,9 +135,9 @@ class _Recogniser:
         lookup = None if uniform else lookup_of(quantizer, lambda x: x, torch.float32)
         return EncodeStep(node.name, node.args[0].name, quantizer, lookup)
 
-    def _replace(self, gone: Sequence[str], step: Step) -> None:
+    def _replace(self, replaced: Sequence[str], step: Step) -> None:
         """Store a step under the name of its value, and remove the values that are no longer computed."""
-        for name in gone:
+        for name in replaced:
             self.pending.pop(name, None)
         self.pending[step.name] = step
 
@@ -148,12 +148,12 @@ class _Recogniser:
     # --- norms and products ------------------------------------------------------------------------------------------
 
     def _is_row_norm(self, node: Node) -> bool:
-        shape, given = self._flow.shapes[node.name], self._flow.shapes.get(node.args[0].name)
+        shape, source = self._flow.shapes[node.name], self._flow.shapes.get(node.args[0].name)
         return (
             len(node.args[1]) == 1
             and not node.kwargs
             and shape.dtype == torch.float32
-            and isinstance(given, Tensor)
+            and isinstance(source, Tensor)
             and all(arg is None or self._flow.is_constant(arg.name) for arg in node.args[2:4])
             and not self._flow.is_constant(node.name)
         )
@@ -164,8 +164,8 @@ class _Recogniser:
         finish = self._finish_of(rows.last, self._flow.columns(node.name, rows.last))
         if finish is None and constant is None:
             rows = with_addition(self._flow, rows, columns, self.pending)
-        given: list[Any] = list(node.args[:5])
-        source, _, weight, bias, epsilon = given + [None, None, 1e-5][len(given) - 2 :]
+        arguments: list[Any] = list(node.args[:5])
+        source, _, weight, bias, epsilon = arguments + [None, None, 1e-5][len(arguments) - 2 :]
         shape, shift = self._flow.shapes[rows.last].shape, self._tensor(bias)
         if constant is not None:
             shift = constant if shift is None else shift + constant
@@ -246,19 +246,29 @@ class _Recogniser:
             columns = numbers.view(shape[-3], 1, shape[-1]).expand(shape)
         elif len(shape) == 2:
             columns = self._flow.columns(node.name)
-        found = self._scores(node)
+        score_product = self._scores(node)
         finish = self._finish_of(node.name, columns)
         left, right = (arg.name for arg in node.args[:2])
-        if found is None:  # if a softmax reads this product, a later attention replaces this step
+        if score_product is None:  # if a softmax reads this product, a later attention replaces this step
             self.pending[node.name] = MatmulStep(node.name, left, right, node.name, shape, finish)
             return
-        queries, keys = (arg.name for arg in found.product.args[:2])
+        queries, keys = (arg.name for arg in score_product.product.args[:2])
         probabilities = lookup_of(self._quantizers[left], torch.exp2, torch.float64)
-        scores = found.product.name
+        scores = score_product.product.name
         step = AttentionStep(
-            node.name, queries, keys, right, scores, node.name, found.factor, found.bias, probabilities, shape, finish
+            node.name,
+            queries,
+            keys,
+            right,
+            scores,
+            node.name,
+            score_product.factor,
+            score_product.bias,
+            probabilities,
+            shape,
+            finish,
         )
-        self._replace([scores, *found.between, left], step)
+        self._replace([scores, *score_product.between, left], step)
 
     def _scores(self, node: Node) -> "_ScoreProduct | None":
         """Return the product of queries and keys whose softmax is the left operand of a product, or None.
@@ -279,19 +289,19 @@ class _Recogniser:
         if flow.sole_reader(softmax.name) is not encode:
             return None
         chain: list[Node] = []
-        each = flow.nodes.get(softmax.args[0].name)
-        while each is not None and flow.sole_reader(each.name) is not None and each.op != PRODUCT:
-            refs = [arg.name for arg in each.args if isinstance(arg, Ref)]
+        operand = flow.nodes.get(softmax.args[0].name)
+        while operand is not None and flow.sole_reader(operand.name) is not None and operand.op != PRODUCT:
+            refs = [arg.name for arg in operand.args if isinstance(arg, Ref)]
             varying = [name for name in refs if not flow.is_constant(name)]
-            if each.op not in FACTORS | _SHIFTS | _RESHAPES | _MASKING or len(varying) != 1 or each.kwargs:
+            if operand.op not in FACTORS | _SHIFTS | _RESHAPES | _MASKING or len(varying) != 1 or operand.kwargs:
                 return None
-            if each.op == "aten.div.Tensor" and each.args[0] != Ref(varying[0]):
+            if operand.op == "aten.div.Tensor" and operand.args[0] != Ref(varying[0]):
                 return None
-            chain.insert(0, each)
-            each = flow.nodes.get(varying[0])
-        if each is None or flow.sole_reader(each.name) is None or each.name not in self.pending:
+            chain.insert(0, operand)
+            operand = flow.nodes.get(varying[0])
+        if operand is None or flow.sole_reader(operand.name) is None or operand.name not in self.pending:
             return None
-        site, of = self._sites.get(each.name), flow.shapes[each.name].shape
+        site, of = self._sites.get(operand.name), flow.shapes[operand.name].shape
         if site is None or site.weight is not None:
             return None
         if of != flow.shapes[encode.name].shape or len(of) < 3 or not all(of):
@@ -299,8 +309,8 @@ class _Recogniser:
         # The attention kernel takes queries in one plane of bytes, and one matrix of scores for each matrix of values.
         if of[:-2] != flow.shapes[node.name].shape[:-2] or int(entries_of(site.left).max()) > 255:
             return None
-        line = _line_of(flow, each.name, chain)
-        return None if line is None else _ScoreProduct(each, *line, [*(link.name for link in chain), softmax.name])
+        line = _line_of(flow, operand.name, chain)
+        return None if line is None else _ScoreProduct(operand, *line, [*(link.name for link in chain), softmax.name])
 
     # --- codes -------------------------------------------------------------------------------------------------------
 
@@ -316,8 +326,12 @@ class _Recogniser:
             return None
         quantizers = [self._quantizers[leaf.name] for leaf, _ in leaves]
         finish: Finish = None
-        if function is None and columns is not None and all(isinstance(each, UniformQuantizer) for each in quantizers):
-            readers = [(each, path) for each, (_, path) in zip(quantizers, leaves, strict=True)]
+        if (
+            function is None
+            and columns is not None
+            and all(isinstance(quantizer, UniformQuantizer) for quantizer in quantizers)
+        ):
+            readers = [(quantizer, path) for quantizer, (_, path) in zip(quantizers, leaves, strict=True)]
             finish = _codes(self._flow, name, columns, readers)
         elif len(leaves) == 1 and quantizers[0].scale.numel() == 1 and all(node.op in MOVES for node in leaves[0][1]):
             finish = lookup_of(quantizers[0], function or (lambda x: x), torch.float64)
@@ -343,15 +357,15 @@ def _activation(flow: Flow, name: str) -> tuple[str, list[str], Callable[[Tensor
     """
     inside: dict[str, Node] = {}
     for node in flow.behind(name) if any(reader.op in _POINTWISE for reader in flow.readers(name)) else ():
-        reads = [each for each in node.refs() if each == name or each in inside]
+        reads = [ref for ref in node.refs() if ref == name or ref in inside]
         if reads and node.op in _POINTWISE and len(reads) == len(list(node.refs())):
             inside[node.name] = node
     if not inside or name in flow.outputs:
         return None
     *between, last = inside
-    for each in (name, *between):
-        readers = {reader.name for reader in flow.readers(each) if reader.op != SIZE}
-        if each in flow.outputs or not readers <= inside.keys():
+    for value_name in (name, *between):
+        readers = {reader.name for reader in flow.readers(value_name) if reader.op != SIZE}
+        if value_name in flow.outputs or not readers <= inside.keys():
             return None
 
     def function(x: Tensor) -> Tensor:
@@ -389,14 +403,14 @@ def _line_of(flow: Flow, name: str, chain: Sequence[Node]) -> tuple[Tensor, tupl
             values[node.name] = flow.apply(node, values)
         return values[chain[-1].name if chain else name].reshape(-1, *shape[-3:])
 
-    added = run(0.0)
-    factor = run(1.0).sub_(added)
+    offset = run(0.0)
+    factor = run(1.0).sub_(offset)
     per_head = factor[0, :, 0, 0]
     if not torch.allclose(factor, per_head[:, None, None].expand(factor.shape), rtol=1e-9, atol=1e-9):
         return None
-    if not bool(added.any()):
+    if not bool(offset.any()):
         return per_head, None
-    tables, which = torch.unique(added, dim=0, return_inverse=True)
+    tables, which = torch.unique(offset, dim=0, return_inverse=True)
     return per_head, (tables, which)
 
 
@@ -406,37 +420,37 @@ def _codes(flow: Flow, name: str, columns: Tensor, readers: Sequence[tuple[Any, 
     readers: each quantizer, with the moves and factors between the value and the quantizer.
     """
     count = int(columns.max()) + 1
-    found = [torch.full((count,), math.nan, dtype=torch.float64) for _ in range(3)]
+    parameters = [torch.full((count,), math.nan, dtype=torch.float64) for _ in range(3)]
     for quantizer, path in readers:
-        seen, factor, last = columns, torch.ones((), dtype=torch.float64), name
+        numbers, factor, last = columns, torch.ones((), dtype=torch.float64), name
         for node in path:
             if node.op in MOVES:
-                seen = flow.apply(node, {last: seen})
+                numbers = flow.apply(node, {last: numbers})
                 factor = flow.apply(node, {last: factor}) if factor.ndim else factor
             else:
-                (factor,) = _distinct(factor.expand(seen.shape))
-                factor = flow.apply(node, {last: factor}).expand(seen.shape)
+                (factor,) = _distinct(factor.expand(numbers.shape))
+                factor = flow.apply(node, {last: factor}).expand(numbers.shape)
             last = node.name
         top, scale = torch.tensor(2.0**quantizer.bits - 1), quantizer.scale.double()
-        given = [each.double().expand(seen.shape) for each in (scale, quantizer.zero_point, top)]
-        seen, factor, *values = _distinct(seen, factor.expand(seen.shape), *given)
+        expanded = [value.double().expand(numbers.shape) for value in (scale, quantizer.zero_point, top)]
+        numbers, factor, *values = _distinct(numbers, factor.expand(numbers.shape), *expanded)
         values[0] = values[0] / factor
-        column_of = seen.reshape(-1).long()
-        for agreed, each in zip(found, values, strict=True):
+        column_of = numbers.reshape(-1).long()
+        for parameter, each in zip(parameters, values, strict=True):
             value = each.reshape(-1)
             if not bool(value.isfinite().all()):
                 return None
-            before = agreed[column_of]
+            before = parameter[column_of]
             if not bool((before.isnan() | (before == value)).all()):
                 return None
-            agreed[column_of] = value
-            if not torch.equal(agreed[column_of], value):
+            parameter[column_of] = value
+            if not torch.equal(parameter[column_of], value):
                 return None
-    scale, zero, top = (value.nan_to_num(1.0) for value in found)
+    scale, zero, top = (value.nan_to_num(1.0) for value in parameters)
     return Codes(scale, zero.float(), top.float())
 
 
 def _distinct(*values: Tensor) -> list[Tensor]:
     """Cut tensors of one shape to a single entry along the dimensions in which all of them repeat in memory."""
     repeated = [all(value.stride(i) == 0 for value in values) for i in range(values[0].ndim)]
-    return [value[tuple(slice(0, 1) if each else slice(None) for each in repeated)] for value in values]
+    return [value[tuple(slice(0, 1) if is_repeated else slice(None) for is_repeated in repeated)] for value in values]

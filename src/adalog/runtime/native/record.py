@@ -30,32 +30,32 @@ def record(plan: Plan, artifact: str, batch: int) -> tuple[dict[str, Any], Tenso
     """
     torch_only = [call for call in plan.calls if call.arguments is None]
     if torch_only:
-        told = ", ".join(f"{call.step} ({call.operation})" for call in torch_only[:3])
-        raise ArtifactError(f"only PyTorch runs these steps, so the model cannot run without it: {told}")
+        operations = ", ".join(f"{call.step} ({call.operation})" for call in torch_only[:3])
+        raise ArtifactError(f"only PyTorch runs these steps, so the model cannot run without it: {operations}")
     program = plan.program
-    odd = [leaf for leaf in leaves_of(program.output) if not _is_batched(plan, leaf, batch)]
-    if odd:
-        raise ArtifactError(f"the output {odd[0]} is not a tensor with a row for each of {batch} images")
+    fixed_leaves = [leaf for leaf in leaves_of(program.output) if not _is_batched(plan, leaf, batch)]
+    if fixed_leaves:
+        raise ArtifactError(f"the output {fixed_leaves[0]} is not a tensor with a row for each of {batch} images")
     memory = _AddressMap(plan)
     weights: dict[int, int] = {}  # by pointer: the number of the weight
     entries: list[Any] = []
-    for each in plan.functions.values():
-        if isinstance(each, ByteProduct) and each.weights is not None:
-            site = each.site
+    for function in plan.functions.values():
+        if isinstance(function, ByteProduct) and function.weights is not None:
+            site = function.site
             assert site.weight is not None
-            weights[each.weights.pointer] = len(entries)
+            weights[function.weights.pointer] = len(entries)
             shape = list(site.weight.flatten(1).shape)
-            entries.append([site.node.args[1].name, shape, *each.weights.choices])
+            entries.append([site.node.args[1].name, shape, *function.weights.choices])
     inputs = {id(arguments): number for arguments, number in plan.pointers}
     calls = []
     for call in plan.calls:
         if isinstance(call.arguments, ctypes.Structure):
-            given = _fields(call.arguments, memory, weights, inputs.get(id(call.arguments)))
+            fields = _fields(call.arguments, memory, weights, inputs.get(id(call.arguments)))
         else:
             assert call.arguments is not None
             out, args = call.arguments
-            given = [memory.view(out), *(_argument(arg, memory) for arg in args)]
-        calls.append([call.step, call.operation, given])
+            fields = [memory.view(out), *(_argument(arg, memory) for arg in args)]
+        calls.append([call.step, call.operation, fields])
     header = {
         "format": FORMAT,
         "version": version.__version__,
@@ -78,39 +78,39 @@ def _is_batched(plan: Plan, leaf: Any, batch: int) -> bool:
     return isinstance(value, Tensor) and value.shape[:1] == (batch,)
 
 
-def _output(program: Program, given: Any, plan: Plan, memory: "_AddressMap") -> Any:
+def _output(program: Program, structure: Any, plan: Plan, memory: "_AddressMap") -> Any:
     """Return the structure of the output, with views in place of values."""
-    if isinstance(given, dict):
-        return {"dict": [[key, _output(program, item, plan, memory)] for key, item in given.items()]}
-    if isinstance(given, (tuple, list)):
-        kind = "tuple" if isinstance(given, tuple) else "list"
-        return {kind: [_output(program, item, plan, memory) for item in given]}
-    return memory.view(plan.results[given.name])
+    if isinstance(structure, dict):
+        return {"dict": [[key, _output(program, item, plan, memory)] for key, item in structure.items()]}
+    if isinstance(structure, (tuple, list)):
+        kind = "tuple" if isinstance(structure, tuple) else "list"
+        return {kind: [_output(program, item, plan, memory) for item in structure]}
+    return memory.view(plan.results[structure.name])
 
 
-def _argument(given: Any, memory: "_AddressMap") -> Any:
-    if isinstance(given, (tuple, list)):
-        return [_argument(each, memory) for each in given]
-    return memory.view(given) if isinstance(given, Tensor) else given
+def _argument(argument: Any, memory: "_AddressMap") -> Any:
+    if isinstance(argument, (tuple, list)):
+        return [_argument(item, memory) for item in argument]
+    return memory.view(argument) if isinstance(argument, Tensor) else argument
 
 
 def _fields(structure: ctypes.Structure, memory: "_AddressMap", weights: dict[int, int], number: int | None) -> Any:
     """Return the fields of a structure that are not zero. number: the input that its data lies in, or None."""
-    found: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     for name, kind, *_ in structure._fields_:
         value = getattr(structure, name)
         if isinstance(value, ctypes.Structure):
-            found[name] = _fields(value, memory, weights, None)
+            record[name] = _fields(value, memory, weights, None)
         elif isinstance(value, ctypes.Array):
-            found[name] = list(value)
+            record[name] = list(value)
         elif kind is not ctypes.c_void_p:
-            found |= {name: value} if value else {}
+            record |= {name: value} if value else {}
         elif name == "data" and number is not None:
-            found[name] = [number, 0]
+            record[name] = [number, 0]
         elif value is not None:
             isolated = isinstance(structure, abi.Linear) and name == "weights"
-            found[name] = weights[value] if isolated else memory.place(value)
-    return found
+            record[name] = weights[value] if isolated else memory.place(value)
+    return record
 
 
 class _AddressMap:
@@ -130,7 +130,7 @@ class _AddressMap:
         for value in shared:
             self._places[value.untyped_storage().data_ptr()] = (WORK, self._take(value.untyped_storage().nbytes()))
         values = [plan.layout.alive, *(call.arguments for call in plan.calls if isinstance(call.arguments, tuple))]
-        self._sizes = {each.data_ptr(): each.nbytes() for each in _storages([*shared, *values])}
+        self._sizes = {storage.data_ptr(): storage.nbytes() for storage in _storages([*shared, *values])}
         self._addresses = sorted(self._sizes)
         for call in plan.calls:
             if isinstance(call.arguments, ctypes.Structure):

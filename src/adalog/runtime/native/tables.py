@@ -74,10 +74,10 @@ def steps_of(values: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """
     most = 0x7F7FFFFF
     keys = torch.arange(-most - 1, most, 1 << 15)
-    found = values(_float_of(keys))
-    changes = (found[1:] != found[:-1]).nonzero()[:, 0]
+    samples = values(_float_of(keys))
+    changes = (samples[1:] != samples[:-1]).nonzero()[:, 0]
     low, high = keys[changes], keys[changes + 1]
-    left, right = found[changes], found[changes + 1]
+    left, right = samples[changes], samples[changes + 1]
     places, after = [], []
     while len(low):
         # bisect for the first key in (low, high] whose value differs from that of `low`
@@ -92,9 +92,9 @@ def steps_of(values: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         more = value != right
         low, high, left, right = top[more], high[more], value[more], right[more]
     if not places:
-        return torch.empty(0), found[:1]
+        return torch.empty(0), samples[:1]
     place_of, order = torch.cat(places).sort()
-    return _float_of(place_of), torch.cat([found[:1], torch.cat(after)[order]])
+    return _float_of(place_of), torch.cat([samples[:1], torch.cat(after)[order]])
 
 
 def search_tables(thresholds: Tensor, values: Tensor) -> tuple[int, Tensor, Tensor]:
@@ -186,7 +186,7 @@ def _around(thresholds: Tensor) -> tuple[Tensor, Tensor, Places]:
     half, middles = MOST_BUCKETS // 2, (thresholds[1:] + thresholds[:-1]) / 2
     centers = torch.cat([thresholds, middles])
     centers = centers[centers.isfinite()]
-    found = []
+    candidates = []
     for shift in (18, 17, 16):  # 32, 64 and 128 buckets for each power of two
         sizes = (thresholds - centers[:, None]).view(torch.int32)
         bits = (sizes & 0x7FFFFFFF) >> shift
@@ -197,8 +197,8 @@ def _around(thresholds: Tensor) -> tuple[Tensor, Tensor, Places]:
         alone[:, 1:] &= numbers.diff() != 0
         alone[:, :-1] &= numbers.diff() != 0
         best = int(alone.sum(1).argmax())
-        found.append((int(alone[best].sum()), numbers[best], float(centers[best]), shift, int(leasts[best])))
-    _, numbers, center, shift, least = max(found, key=lambda each: each[0])
+        candidates.append((int(alone[best].sum()), numbers[best], float(centers[best]), shift, int(leasts[best])))
+    _, numbers, center, shift, least = max(candidates, key=lambda candidate: candidate[0])
     every = torch.arange(2 * half)
     first, last = torch.searchsorted(numbers, every), torch.searchsorted(numbers, every, right=True)
     return first, last, Places(center=center, shift=shift, least=least)
