@@ -114,7 +114,7 @@ def test_what_lies_beside_counts():
     found = problem(2)
     free = choose(found, Budget(9000)).totals
     assert free.bytes > 6000
-    assert choose(found, Budget(9000), beside=Totals(3000.0, 0.0, 0.0)).totals.bytes <= 6000
+    assert choose(found, Budget(9000), overhead=Totals(3000.0, 0.0, 0.0)).totals.bytes <= 6000
 
 
 def test_widths_that_are_given_stay():

@@ -85,11 +85,11 @@ class Certificate:
 
     def json(self) -> dict[str, Any]:
         """Return the certificate as JSON, with None for errors that are not finite."""
-        told = asdict(self)
-        told["own_error"] = _finite(self.own_error)
+        content = asdict(self)
+        content["own_error"] = _finite(self.own_error)
         if self.error is not None:
-            told["error"] = {name: _finite(value) for name, value in self.error.items()}
-        return {"format": FORMAT, "passed": self.passed, "accumulators_equal": self.accumulators_equal, **told}
+            content["error"] = {name: _finite(value) for name, value in self.error.items()}
+        return {"format": FORMAT, "passed": self.passed, "accumulators_equal": self.accumulators_equal, **content}
 
     def text(self) -> str:
         """Return the certificate as a page of text."""
@@ -98,7 +98,7 @@ class Certificate:
         )
         lines = [
             f"{'PASSED' if self.passed else 'FAILED'}: {self.form} form in {self.engine} compared with {self.executor}",
-            *(f"failure: {each}" for each in self.failures),
+            *(f"failure: {failure}" for failure in self.failures),
             f"images: {self.images:,}; sites: {len(self.sites)}, on the first {min(self.images, SITE_IMAGES)} images",
             f"accumulators: {'all equal' if self.accumulators_equal else 'NOT equal'}",
             f"codes: {operands:,}; wrong for their values: {off:,}; different from the executor's: {differ:,}",
@@ -111,8 +111,8 @@ class Certificate:
                 f"{self.own_error:.2g}"
             )
         if self.argmax_changed is not None:
-            shown = f" ({', '.join(map(str, self.changed[:20]))})" if self.changed else ""
-            lines.append(f"images whose largest output changes: {self.argmax_changed:,}{shown}")
+            names = f" ({', '.join(map(str, self.changed[:20]))})" if self.changed else ""
+            lines.append(f"images whose largest output changes: {self.argmax_changed:,}{names}")
             lines.append(f"images that change by more than the artifact's own error explains: {self.beyond_own:,}")
         lines += [f"SHA-256 of the {name}: {digest}" for name, digest in self.digests.items()]
         lines.append("; ".join(f"{name} {version}" for name, version in self.versions.items()))
@@ -138,23 +138,23 @@ def certify(
     package(engine)
     model, about = read(content)
     form: OnnxForm = about["form"]
-    found = Certificate(
+    certificate = Certificate(
         form, engine, executor, {"artifact": source, "export": hashlib.sha256(content).hexdigest()}, _versions(engine)
     )
     if about["artifact"] != source:
-        found.failures.append("the file was made from another artifact")
+        certificate.failures.append("the file was made from another artifact")
     if about["graph"] != graph_digest(model):
-        found.failures.append("the file was changed after adalog wrote it")
+        certificate.failures.append("the file was changed after adalog wrote it")
     replay = _replayed(quantized, form)
-    odd = changed_tensors(model, replay)
-    if odd:
-        more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-        found.failures.append(f"tensors of the file differ from the artifact: {odd[0]}{more}")
+    names = changed_tensors(model, replay)
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        certificate.failures.append(f"tensors of the file differ from the artifact: {names[0]}{more}")
     try:
-        _compare(found, quantized, replay, model, content, batches)
+        _compare(certificate, quantized, replay, model, content, batches)
     except ArtifactError as cause:
-        found.failures.append(str(cause))
-    return found
+        certificate.failures.append(str(cause))
+    return certificate
 
 
 def read(content: bytes) -> tuple[Any, dict[str, Any]]:
@@ -169,7 +169,7 @@ def read(content: bytes) -> tuple[Any, dict[str, Any]]:
         raise ArtifactError(
             f"the file is not an ONNX model that adalog exported ({one_line(cause)}): make one with `adalog export`"
         ) from cause
-    outside = any(each.data_location == onnx.TensorProto.EXTERNAL for each in model.graph.initializer)
+    outside = any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer)
     if not sane or outside:
         raise ArtifactError(
             "the file is not an ONNX model that adalog exported, because its metadata or its tensors are not valid: "
@@ -182,19 +182,19 @@ def changed_tensors(model: Any, replay: ProgramModule) -> list[str]:
     """Return the names of the file's tensors that differ from the artifact's, in the file's order."""
     from onnx import numpy_helper
 
-    wanted = {tensor_name(name): as_array(value) for name, value in replay.named_buffers()}
+    expected_tensors = {tensor_name(name): as_array(value) for name, value in replay.named_buffers()}
     for name, weight in replay.stored_weights().items():
-        wanted |= stored_tensors(tensor_name(name), weight)
-    odd = []
+        expected_tensors |= stored_tensors(tensor_name(name), weight)
+    names = []
     for initializer in model.graph.initializer:
-        expected = wanted.get(initializer.name)
+        expected = expected_tensors.get(initializer.name)
         if expected is None:
             continue
         got = numpy_helper.to_array(initializer)
         same = got.shape == expected.shape and bool((got.astype(expected.dtype) == expected).all())
         if not same:
-            odd.append(initializer.name)
-    return odd
+            names.append(initializer.name)
+    return names
 
 
 def _finite(value: float) -> float | None:
@@ -202,8 +202,8 @@ def _finite(value: float) -> float | None:
 
 
 def _versions(engine: str) -> dict[str, str]:
-    found = {name: str(package(name).__version__) for name in ("torch", "onnx", engine)}
-    return {"adalog": version.__version__, **found}
+    versions = {name: str(package(name).__version__) for name in ("torch", "onnx", engine)}
+    return {"adalog": version.__version__, **versions}
 
 
 def _replayed(quantized: QuantizedProgram, form: OnnxForm) -> ProgramModule:
@@ -217,39 +217,41 @@ def _replayed(quantized: QuantizedProgram, form: OnnxForm) -> ProgramModule:
 
 
 def _compare(
-    found: Certificate,
+    certificate: Certificate,
     quantized: QuantizedProgram,
     replay: ProgramModule,
     model: Any,
     content: bytes,
     batches: Iterable[Sequence[Tensor]],
 ) -> None:
-    compiled = Compiled(quantized, found.executor)
-    plain, names = open_engine(found.engine, content), [each.name for each in model.graph.input]
+    compiled = Compiled(quantized, certificate.executor)
+    plain, names = open_engine(certificate.engine, content), [entry.name for entry in model.graph.input]
     watched, values = _watched(model, replay)
-    inside = open_engine(found.engine, watched)
+    inside = open_engine(certificate.engine, watched)
     answers, own = list[Answers](), list[Answers]()
-    seen = 0
+    count = 0
     for batch in batches:
-        given = inputs_of(batch, names)
-        got = _run(plain, given, found.engine)
-        wanted = present_leaves(compiled(*batch))
-        answers.append(pair(wanted, [got.get(each.name) for each in model.graph.output]))
-        if seen < SITE_IMAGES:
-            few = tuple(value[: SITE_IMAGES - seen] for value in batch)
-            given = inputs_of(few, names)
-            inner = {**given, **_run(inside, given, found.engine)}
+        feeds = inputs_of(batch, names)
+        got = _run(plain, feeds, certificate.engine)
+        expected = present_leaves(compiled(*batch))
+        answers.append(pair(expected, [got.get(entry.name) for entry in model.graph.output]))
+        if count < SITE_IMAGES:
+            few = tuple(value[: SITE_IMAGES - count] for value in batch)
+            feeds = inputs_of(few, names)
+            inner = {**feeds, **_run(inside, feeds, certificate.engine)}
             own.append(
-                pair([value[: len(few[0])] for value in wanted], present_leaves(quantized.program.run(moved(few))))
+                pair([value[: len(few[0])] for value in expected], present_leaves(quantized.program.run(moved(few))))
             )
             codes = compiled.codes(*few)
-            found.sites = merge_sites(found.sites, [_site(replay, site, inner, values, codes) for site in replay.sites])
-        seen += len(batch[0])
-    if not seen:
+            certificate.sites = merge_sites(
+                certificate.sites, [_site(replay, site, inner, values, codes) for site in replay.sites]
+            )
+        count += len(batch[0])
+    if not count:
         raise ValueError("there are no images to compare: give at least one")
-    found.images = seen
-    found.own_error = float(relative_errors(own).median())
-    judge(found, answers)
+    certificate.images = count
+    certificate.own_error = float(relative_errors(own).median())
+    judge(certificate, answers)
 
 
 def moved(inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -282,25 +284,25 @@ def _watched(model: Any, replay: ProgramModule) -> tuple[bytes, dict[str, str]]:
 
     copy = ModelProto()
     copy.CopyFrom(model)
-    made = {name: node for node in copy.graph.node for name in node.output}
-    wanted: dict[str, None] = {}
+    makers = {name: node for node in copy.graph.node for name in node.output}
+    names: dict[str, None] = {}
     values: dict[str, str] = {}
     firsts: dict[str, str] = {}
     for node in copy.graph.node:
         firsts.setdefault(node.name.rpartition("/")[0], node.input[0] if node.input else "")
     for product in replay.products.values():
-        traced = product.traced
-        assert traced is not None
-        digits = [digit for part in (*traced.left, *(traced.right or ())) for digit in part]
+        trace = product.traced
+        assert trace is not None
+        digits = [digit for part in (*trace.left, *(trace.right or ())) for digit in part]
         for at in (digit.at for digit in digits):
             values[at] = firsts.get(at, "")
-        wanted |= dict.fromkeys([*traced.results, *(digit.name for digit in digits)])
-    missing = [name for name in wanted if name not in made]
+        names |= dict.fromkeys([*trace.results, *(digit.name for digit in digits)])
+    missing = [name for name in names if name not in makers]
     if missing:
         raise ArtifactError(f"the file has no value {missing[0]}, which the artifact computes: export it again")
-    ends = {each.name for each in (*copy.graph.output, *copy.graph.input)}
-    wanted |= {name: None for name in values.values() if name in made}
-    copy.graph.output.extend(ValueInfoProto(name=name) for name in wanted if name not in ends)
+    ends = {entry.name for entry in (*copy.graph.output, *copy.graph.input)}
+    names |= {name: None for name in values.values() if name in makers}
+    copy.graph.output.extend(ValueInfoProto(name=name) for name in names if name not in ends)
     return copy.SerializeToString(), values
 
 
@@ -312,59 +314,59 @@ def _site(
     codes: Mapping[str, Tensor],
 ) -> SiteReport:
     """Compare a site of the export with its exact sums, for the values that it read."""
-    traced = replay.products[site.name].traced
-    assert traced is not None
-    sides = [(site.left, traced.left), *([] if traced.right is None else [(site.right, traced.right)])]
+    trace = replay.products[site.name].traced
+    assert trace is not None
+    sides = [(site.left, trace.left), *([] if trace.right is None else [(site.right, trace.right)])]
     operands = off = differ = 0
     wholes: list[list[Tensor]] = []
     for quantizer, parts in sides:
-        whole = [_whole(part, inner) for part in parts]
-        wholes.append(whole)
+        integers = [_whole(part, inner) for part in parts]
+        wholes.append(integers)
         name = parts[0][0].operand
-        beside = quantizer.integers(codes[name])
+        expected = quantizer.integers(codes[name])
         value = inner.get(values.get(parts[0][0].at, ""))
         exact = None if value is None else quantizer.integers(quantizer.quantize(torch.as_tensor(value)))
-        operands += whole[0].numel()
-        differ += _unequal(whole, beside)
-        off += whole[0].numel() if exact is None else _unequal(whole, exact)
+        operands += integers[0].numel()
+        differ += _unequal(integers, expected)
+        off += integers[0].numel() if exact is None else _unequal(integers, exact)
     exactly = max(site.bounds) < 2**53
-    ready = [[part.double() if exactly else part for part in whole] for whole in wholes]
+    ready = [[part.double() if exactly else part for part in integers] for integers in wholes]
     sums = CodeProduct(site).sums(ready[0], ready[1] if len(ready) > 1 else None)
     equal = all(
         _same(
             site,
-            each,
+            total,
             torch.as_tensor(inner[name]),
-            None if traced.scales is None else traced.scales[index],
+            None if trace.scales is None else trace.scales[index],
             ready[0][0],
         )
-        for index, (name, each) in enumerate(zip(traced.results, sums, strict=True))
+        for index, (name, total) in enumerate(zip(trace.results, sums, strict=True))
     )
     return SiteReport(site.name, equal, operands, off, differ)
 
 
 def _whole(part: Sequence[Digit], inner: Mapping[str, Any]) -> Tensor:
     """Return the integers of a part that was written as digits."""
-    each = [digit.factor * (torch.as_tensor(inner[digit.name]).long() - digit.zero_point) for digit in part]
-    return torch.stack(each).sum(0)
+    digits = [digit.factor * (torch.as_tensor(inner[digit.name]).long() - digit.zero_point) for digit in part]
+    return torch.stack(digits).sum(0)
 
 
 def _unequal(some: Sequence[Tensor], others: Sequence[Tensor]) -> int:
     """Count the places at which any part differs."""
     if some[0].shape != others[0].shape:
         return some[0].numel()
-    different = [one != other for one, other in zip(some, others, strict=True)]
+    different = [first != second for first, second in zip(some, others, strict=True)]
     return int(torch.stack(different).any(0).sum())
 
 
 def _same(site: IntegerSite, sums: Tensor, got: Tensor, scale: Tensor | None, left: Tensor) -> bool:
     """Return True if a site's results are its exact sums or, up to rounding, the sums times the scale."""
-    wanted = sums if site.geometry is None else site.image(sums, left.shape)
-    if got.shape != wanted.shape:
+    expected = sums if site.geometry is None else site.image(sums, left.shape)
+    if got.shape != expected.shape:
         return False
     if scale is None:
-        return bool((got.double() == wanted.double()).all())
-    real = wanted.double() * scale.double()
+        return bool((got.double() == expected.double()).all())
+    real = expected.double() * scale.double()
     largest = float(real.abs().max()) if real.numel() else 0.0
     return bool(((got.double() - real).abs() <= ROUNDING * largest).all())
 
@@ -379,16 +381,16 @@ def merge_sites(before: list[SiteReport], now: list[SiteReport]) -> list[SiteRep
     ]
 
 
-def pair(wanted: Sequence[Any], got: Sequence[Any]) -> Answers:
+def pair(expected: Sequence[Any], got: Sequence[Any]) -> Answers:
     """Pair the float outputs of a batch (artifact, file). Raises ArtifactError if there are none, or shapes differ."""
-    both = [(one, torch.as_tensor(other)) for one, other in zip(wanted, got, strict=True)]
-    for one, other in both:
-        if one.shape != other.shape:
+    pairs = [(first, torch.as_tensor(second)) for first, second in zip(expected, got, strict=True)]
+    for first, second in pairs:
+        if first.shape != second.shape:
             raise ArtifactError(
-                f"the file returns an output of shape {tuple(other.shape)}, but the artifact returns "
-                f"{tuple(one.shape)}: export it again"
+                f"the file returns an output of shape {tuple(second.shape)}, but the artifact returns "
+                f"{tuple(first.shape)}: export it again"
             )
-    floats = [(one, other) for one, other in both if one.is_floating_point() and one.ndim]
+    floats = [(first, second) for first, second in pairs if first.is_floating_point() and first.ndim]
     if not floats:
         raise ArtifactError(
             "the model does not return a float output per image, so there is nothing to compare: quantize it without "
@@ -399,34 +401,41 @@ def pair(wanted: Sequence[Any], got: Sequence[Any]) -> Answers:
 
 def relative_errors(answers: Sequence[Answers]) -> Tensor:
     """Return the relative error of each image, over all of its outputs together: (images,)."""
-    found = []
+    errors = []
     for batch in answers:
-        wanted, got = (
-            torch.cat([each.double().reshape(len(each), -1) for each in side], 1) for side in zip(*batch, strict=True)
+        expected, got = (
+            torch.cat([output.double().reshape(len(output), -1) for output in side], 1)
+            for side in zip(*batch, strict=True)
         )
-        found.append((got - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-30))
-    return torch.cat(found)
+        errors.append((got - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-30))
+    return torch.cat(errors)
 
 
-def judge(found: Certificate, answers: Sequence[Answers]) -> None:
+def judge(certificate: Certificate, answers: Sequence[Answers]) -> None:
     """Compare the outputs of all batches, and write the results and the failures to the certificate."""
     errors = relative_errors(answers)
-    wanted, got = (torch.cat(list(side)) for side in zip(*(batch[0] for batch in answers), strict=True))
-    found.error = {"median": float(errors.median()), "largest": float(errors.max())}
-    if wanted.ndim == 2 and wanted.shape[1] > 1:
-        found.changed = torch.nonzero(wanted.argmax(1) != got.argmax(1)).flatten().tolist()
-        found.argmax_changed = len(found.changed)
-        preferred = wanted.amax(1) - wanted.gather(1, got.argmax(1, keepdim=True))[:, 0]
-        found.beyond_own = int((preferred > found.own_error * wanted.norm(dim=1)).sum())
-        if found.beyond_own > max(1, CHANGED * found.images):
-            found.failures.append(f"the largest output of {found.beyond_own} images changes, not by rounding alone")
-    if not found.error["median"] <= max(ERROR, 2 * found.own_error):
-        found.failures.append(f"the median relative error of the outputs is too large: {found.error['median']:.2g}")
-    unequal = [site.site for site in found.sites if not site.equal]
-    if unequal or not found.sites:
-        found.failures.append(
+    expected, got = (torch.cat(list(side)) for side in zip(*(batch[0] for batch in answers), strict=True))
+    certificate.error = {"median": float(errors.median()), "largest": float(errors.max())}
+    if expected.ndim == 2 and expected.shape[1] > 1:
+        certificate.changed = torch.nonzero(expected.argmax(1) != got.argmax(1)).flatten().tolist()
+        certificate.argmax_changed = len(certificate.changed)
+        preferred = expected.amax(1) - expected.gather(1, got.argmax(1, keepdim=True))[:, 0]
+        certificate.beyond_own = int((preferred > certificate.own_error * expected.norm(dim=1)).sum())
+        if certificate.beyond_own > max(1, CHANGED * certificate.images):
+            certificate.failures.append(
+                f"the largest output of {certificate.beyond_own} images changes, not by rounding alone"
+            )
+    if not certificate.error["median"] <= max(ERROR, 2 * certificate.own_error):
+        certificate.failures.append(
+            f"the median relative error of the outputs is too large: {certificate.error['median']:.2g}"
+        )
+    unequal = [site.site for site in certificate.sites if not site.equal]
+    if unequal or not certificate.sites:
+        certificate.failures.append(
             f"accumulators differ from the exact sums of the codes: {unequal[0] if unequal else 'no site was found'}"
         )
-    off = [site for site in found.sites if site.off > max(1, CODES_OFF * site.operands)]
+    off = [site for site in certificate.sites if site.off > max(1, CODES_OFF * site.operands)]
     if off:
-        found.failures.append(f"{off[0].off} of {off[0].operands} codes of {off[0].site} are wrong for their values")
+        certificate.failures.append(
+            f"{off[0].off} of {off[0].operands} codes of {off[0].site} are wrong for their values"
+        )

@@ -36,7 +36,7 @@ def _onnxruntime(onnxruntime: Any, content: bytes, threads: int) -> Run:
     options.intra_op_num_threads = threads
     options.log_severity_level = 4  # failures are raised; print nothing else to the terminal
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    names = [each.name for each in session.get_outputs()]
+    names = [output.name for output in session.get_outputs()]
     return lambda inputs: dict(zip(names, session.run(names, dict(inputs)), strict=True))
 
 
@@ -49,11 +49,11 @@ def _openvino(openvino: Any, content: bytes, threads: int) -> Run:
 
     def run(inputs: Mapping[str, Any]) -> dict[str, Any]:
         results = request.infer(dict(inputs))
-        found: dict[str, Any] = {}
+        outputs: dict[str, Any] = {}
         for output in model.outputs:
             value = results[output].copy()  # the next run writes to the same memory
-            found |= dict.fromkeys(output.get_names(), value)
-        return found
+            outputs |= dict.fromkeys(output.get_names(), value)
+        return outputs
 
     return run
 

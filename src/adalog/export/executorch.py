@@ -63,9 +63,9 @@ class UniformEncoder(nn.Module):
         ops = torch.ops.quantized_decomposed
         if self.top < _HIGH - LOW:  # XNNPACK clamps to bytes only
             x = x.clamp(-self.zero_point * self.scale, (self.top - self.zero_point) * self.scale)
-        given = self.scale, self.zero_point + LOW, LOW, LOW + self.top, torch.int8
-        codes = ops.quantize_per_tensor.default(x, *given)
-        return SignedCodes(codes, ops.dequantize_per_tensor.default(codes, *given))
+        arguments = self.scale, self.zero_point + LOW, LOW, LOW + self.top, torch.int8
+        codes = ops.quantize_per_tensor.default(x, *arguments)
+        return SignedCodes(codes, ops.dequantize_per_tensor.default(codes, *arguments))
 
 
 class UniformProduct(nn.Module):
@@ -105,8 +105,8 @@ class UniformProduct(nn.Module):
         for end in self.ends:
             x = functional.pad(x, (0, 1), value=end)
         scale, zero_point = ops.choose_qparams_per_token_asymmetric.default(x, torch.int8)
-        given = scale, zero_point, LOW, _HIGH, torch.int8
-        x = ops.dequantize_per_token.default(ops.quantize_per_token.default(x, *given), *given, torch.float32)
+        arguments = scale, zero_point, LOW, _HIGH, torch.int8
+        x = ops.dequantize_per_token.default(ops.quantize_per_token.default(x, *arguments), *arguments, torch.float32)
         stored = self.codes, self.units, self.zero_points, 0, *self.limits, torch.int8
         return functional.linear(x, ops.dequantize_per_channel.default(*stored), bias)
 
@@ -123,19 +123,19 @@ class InstrumentedModule(nn.Module):
         self.names: list[tuple[str, str]] = []
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        found: dict[tuple[str, str], Tensor] = {}
+        values: dict[tuple[str, str], Tensor] = {}
         sites = {site.node.name: site.name for site in self.replay.sites}
 
         def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
             if node.op == ENCODE:
                 name = node.name.rpartition("#")[0]
-                found["value", name], found["codes", name] = args[0], result.codes
+                values["value", name], values["codes", name] = args[0], result.codes
             elif node.op == PRODUCT:
-                found["result", sites[node.name]] = result
+                values["result", sites[node.name]] = result
 
         outputs = self.replay.run(inputs, watch)
-        self.names = list(found)
-        return *outputs, *found.values()
+        self.names = list(values)
+        return *outputs, *values.values()
 
 
 MAKERS = Makers(UniformEncoder, UniformProduct, "ExecuTorch")

@@ -39,9 +39,9 @@ def export_executorch(quantized: QuantizedProgram, source: str) -> tuple[bytes, 
     if not quantized.example:
         raise ArtifactError("the model was made without images, so its input shapes are unknown: set its `example`")
     content = executorch.to_executorch(quantized, source)
-    found = _certificate(source, content, "torch")
-    _compare(found, quantized, content, [noise_like(quantized, _NOISE)])
-    return content, found
+    certificate = _certificate(source, content, "torch")
+    _compare(certificate, quantized, content, [noise_like(quantized, _NOISE)])
+    return content, certificate
 
 
 @torch.no_grad()
@@ -60,20 +60,20 @@ def certify_executorch(
     Raises ArtifactError if `to_executorch` did not write the file, ValueError if there are no images, and DataError if
     a package is missing.
     """
-    found = _certificate(source, content, executor)
+    certificate = _certificate(source, content, executor)
     about = executorch.read_notes(content)
     if about["artifact"] != source:
-        found.failures.append("the file was made from another artifact")
+        certificate.failures.append("the file was made from another artifact")
     if about["made_by"] != executorch.versions():
         made_by = ", ".join(f"{name} {value}" for name, value in about["made_by"].items())
-        found.failures.append(f"the file was made by {made_by}: certify it with the same versions")
+        certificate.failures.append(f"the file was made by {made_by}: certify it with the same versions")
     elif executorch.to_executorch(quantized, about["artifact"]) != content:
-        found.failures.append("the file differs from the file that adalog writes for the artifact")
+        certificate.failures.append("the file differs from the file that adalog writes for the artifact")
     try:
-        _compare(found, quantized, content, batches)
+        _compare(certificate, quantized, content, batches)
     except ArtifactError as cause:
-        found.failures.append(str(cause))
-    return found
+        certificate.failures.append(str(cause))
+    return certificate
 
 
 def _certificate(source: str, content: bytes, executor: str) -> Certificate:
@@ -83,39 +83,39 @@ def _certificate(source: str, content: bytes, executor: str) -> Certificate:
 
 @torch.no_grad()
 def _compare(
-    found: Certificate, quantized: QuantizedProgram, content: bytes, batches: Iterable[Sequence[Tensor]]
+    certificate: Certificate, quantized: QuantizedProgram, content: bytes, batches: Iterable[Sequence[Tensor]]
 ) -> None:
-    compiled = Compiled(quantized, found.executor)
+    compiled = Compiled(quantized, certificate.executor)
     run = executorch.open_file(content)
     watched, replay, names = executorch.to_watched(quantized)
     inside = executorch.open_file(watched)
     answers, own = list[Answers](), list[Answers]()
-    seen = 0
+    count = 0
     for batch in batches:
-        wanted = present_leaves(compiled(*batch))
+        expected = present_leaves(compiled(*batch))
         images = range(len(batch[0]))
-        answers.append(pair(wanted, _join([run([value[i : i + 1] for value in batch]) for i in images])))
-        if seen < SITE_IMAGES:
-            few = tuple(value[: SITE_IMAGES - seen] for value in batch)
+        answers.append(pair(expected, _join([run([value[i : i + 1] for value in batch]) for i in images])))
+        if count < SITE_IMAGES:
+            few = tuple(value[: SITE_IMAGES - count] for value in batch)
             results = _join([inside([value[i : i + 1] for value in few]) for i in range(len(few[0]))])
             inner = dict(zip(names, results[len(results) - len(names) :], strict=True))
             own.append(
-                pair([value[: len(few[0])] for value in wanted], present_leaves(quantized.program.run(moved(few))))
+                pair([value[: len(few[0])] for value in expected], present_leaves(quantized.program.run(moved(few))))
             )
             codes = compiled.codes(*few)
             reports = [_site(quantized, site, inner, codes) for site in replay.sites]
-            found.sites = merge_sites(found.sites, reports)
-        seen += len(batch[0])
-    if not seen:
+            certificate.sites = merge_sites(certificate.sites, reports)
+        count += len(batch[0])
+    if not count:
         raise ValueError("there are no images to compare: give at least one")
-    found.images = seen
-    found.own_error = float(relative_errors(own).median())
-    judge(found, answers)
+    certificate.images = count
+    certificate.own_error = float(relative_errors(own).median())
+    judge(certificate, answers)
 
 
 def _join(results: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Join the outputs of single images into batches."""
-    return [torch.cat(list(each)) for each in zip(*results, strict=True)]
+    return [torch.cat(list(outputs)) for outputs in zip(*results, strict=True)]
 
 
 def _site(
@@ -134,12 +134,12 @@ def _site(
         off += int((code != quantizer.quantize(inner["value", arg.name])).sum())
         differ += int((code != codes[arg.name]).sum())
         wholes += quantizer.integers(code)
-    doubles = [whole.double() for whole in wholes]
+    doubles = [integers.double() for integers in wholes]
     sums = CodeProduct(site).sums(doubles[:1], doubles[1:] or None)
     bias = site.node.args[2] if site.weight is not None and len(site.node.args) > 2 else None
-    wanted = finish(site, sums, None if bias is None else quantized.program.tensors[bias.name], wholes[0].shape)
+    expected = finish(site, sums, None if bias is None else quantized.program.tensors[bias.name], wholes[0].shape)
     got = inner["result", site.name]
-    equal = got.shape == wanted.shape and bool(
-        ((got.double() - wanted.double()).abs() <= ROUNDING * float(wanted.abs().max())).all()
+    equal = got.shape == expected.shape and bool(
+        ((got.double() - expected.double()).abs() <= ROUNDING * float(expected.abs().max())).all()
     )
     return SiteReport(site.name, equal, operands, off, differ)

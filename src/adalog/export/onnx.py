@@ -73,7 +73,7 @@ def package(name: str) -> Any:
 def graph_digest(model: Any) -> str:
     """Return the SHA-256 of everything that a file computes: its graph with all numbers, and its operator versions."""
     digest = hashlib.sha256(model.graph.SerializeToString(deterministic=True))
-    for opset in sorted((each.domain, each.version) for each in model.opset_import):
+    for opset in sorted((entry.domain, entry.version) for entry in model.opset_import):
         digest.update(repr(opset).encode())
     return digest.hexdigest()
 
@@ -89,13 +89,13 @@ def _translate(replay: ProgramModule, quantized: QuantizedProgram) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exported = torch.export.export(replay, inputs, dynamic_shapes={"inputs": tuple(shapes)}, strict=False)
-            found = torch.onnx.export(exported, dynamo=True, opset_version=OPSET, verbose=False)
+            program = torch.onnx.export(exported, dynamo=True, opset_version=OPSET, verbose=False)
     except AdalogError:
         raise
     except Exception as cause:  # PyTorch may raise any exception for an operation that it cannot translate
         raise ArtifactError(f"the program cannot be exported to ONNX: {one_line(cause)}") from cause
-    assert found is not None
-    return found.model_proto
+    assert program is not None
+    return program.model_proto
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -109,10 +109,10 @@ def _rename(model: Any, replay: ProgramModule) -> None:
         names[initializer.name] = tensor_name(initializer.name)
     counts: dict[str, int] = {}
     for node in graph.node:
-        told = {entry.key: entry.value for entry in node.metadata_props}
-        if RESULT in told:
-            names[node.output[0]] = told[RESULT]
-        at = f"{told.get(NODE, 'float')}/{node.op_type}"
+        properties = {entry.key: entry.value for entry in node.metadata_props}
+        if RESULT in properties:
+            names[node.output[0]] = properties[RESULT]
+        at = f"{properties.get(NODE, 'float')}/{node.op_type}"
         counts[at] = counts.get(at, 0) + 1
         node.name = at if counts[at] == 1 else f"{at}_{counts[at]}"
         node.doc_string = ""
@@ -235,20 +235,20 @@ def _expand_steps(model: Any, *, selects: bool) -> None:
     from onnx import numpy_helper
 
     domain = STEPS.partition("::")[0]
-    given = {each.name: numpy_helper.to_array(each) for each in model.graph.initializer}
+    constants = {initializer.name: numpy_helper.to_array(initializer) for initializer in model.graph.initializer}
     nodes: list[Any] = []
     tensors: dict[str, Any] = {}
     for node in model.graph.node:
         if node.domain != domain:
             nodes.append(node)
             continue
-        value, thresholds, levels = (given.get(each, each) for each in node.input)
+        value, thresholds, levels = (constants.get(name, name) for name in node.input)
         writer = _NodeWriter(node.name.rpartition("/")[0])
         write = _steps if node.op_type == STEPS.partition("::")[2] else _selects if selects else _byte_steps
         write(writer, value, thresholds, levels, node.output[0])
         nodes += writer.nodes
         tensors |= writer.tensors
-    for opset in [each for each in model.opset_import if each.domain == domain]:
+    for opset in [entry for entry in model.opset_import if entry.domain == domain]:
         model.opset_import.remove(opset)
     _rebuild(model, nodes, tensors)
 
@@ -299,17 +299,17 @@ def _round_signed(model: Any) -> None:
     """
     from onnx import TensorProto, numpy_helper
 
-    given = {each.name: each for each in model.graph.initializer}
+    initializers = {initializer.name: initializer for initializer in model.graph.initializer}
     nodes: list[Any] = []
     tensors: dict[str, Any] = {}
     for node in model.graph.node:
-        zero = given.get(node.input[-1]) if node.op_type == "QuantizeLinear" else None
+        zero = initializers.get(node.input[-1]) if node.op_type == "QuantizeLinear" else None
         if zero is not None and zero.data_type == TensorProto.INT8:
             value, scale, zero_point = node.input
             writer = _NodeWriter(node.name.rpartition("/")[0])
-            one = scale in given and bool((numpy_helper.to_array(given[scale]) == 1).all())
-            whole = writer.node("Round", [value if one else writer.node("Div", [value, scale])])
-            node.input[:] = [whole, scale if one else writer.tensor("one", np.float32(1)), zero_point]
+            is_one = scale in initializers and bool((numpy_helper.to_array(initializers[scale]) == 1).all())
+            whole = writer.node("Round", [value if is_one else writer.node("Div", [value, scale])])
+            node.input[:] = [whole, scale if is_one else writer.tensor("one", np.float32(1)), zero_point]
             nodes += writer.nodes
             tensors |= writer.tensors
         nodes.append(node)
@@ -321,10 +321,10 @@ def _store(model: Any, stored: Mapping[str, StoredWeight]) -> None:
     from onnx import TensorProto, helper, numpy_helper
 
     graph = model.graph
-    named = {tensor_name(name): each for name, each in stored.items()}
+    weights = {tensor_name(name): weight for name, weight in stored.items()}
     nodes, initializers = [], []
     for initializer in graph.initializer:
-        weight = named.get(initializer.name)
+        weight = weights.get(initializer.name)
         if weight is None:
             initializers.append(initializer)
             continue
@@ -343,12 +343,12 @@ def _store(model: Any, stored: Mapping[str, StoredWeight]) -> None:
             if target == TensorProto.FLOAT:
                 steps.pop()
         for index, (op, reads, attributes) in enumerate(steps):
-            given = [last, *reads[1:]]
+            inputs = [last, *reads[1:]]
             last = name if index == len(steps) - 1 else f"{name}.{op}_{index}"
-            nodes.append(helper.make_node(op, given, [last], f"{name}/{op}_{index}", **attributes))
-    rest = list(graph.node)
+            nodes.append(helper.make_node(op, inputs, [last], f"{name}/{op}_{index}", **attributes))
+    others = list(graph.node)
     del graph.node[:], graph.initializer[:]
-    graph.node.extend([*nodes, *rest])
+    graph.node.extend([*nodes, *others])
     graph.initializer.extend(initializers)
 
 
@@ -356,10 +356,10 @@ def stored_tensors(name: str, weight: StoredWeight) -> dict[str, Any]:
     """Return the tensors that a weight is stored as, by their names in the file; codes are int8 or uint8."""
     codes = weight.codes.contiguous().numpy()
     narrow = np.int8 if codes.min(initial=0) >= -128 and codes.max(initial=0) <= 127 else np.uint8
-    found = {f"{name}.codes": codes.astype(narrow)}
+    tensors = {f"{name}.codes": codes.astype(narrow)}
     if weight.zero_point is not None:
-        found[f"{name}.zero_point"] = weight.zero_point.contiguous().numpy().astype(np.float32)
-    return found
+        tensors[f"{name}.zero_point"] = weight.zero_point.contiguous().numpy().astype(np.float32)
+    return tensors
 
 
 def _is_narrow(codes: Any) -> bool:
@@ -381,11 +381,11 @@ def _rebuild(model: Any, nodes: Sequence[Any], tensors: Mapping[str, Any]) -> No
     graph = model.graph
     del graph.node[:]
     graph.node.extend(nodes)
-    graph.initializer.extend(numpy_helper.from_array(each, key) for key, each in tensors.items())
-    read = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
-    kept = [each for each in graph.initializer if each.name in read]
+    graph.initializer.extend(numpy_helper.from_array(value, key) for key, value in tensors.items())
+    names = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+    initializers = [initializer for initializer in graph.initializer if initializer.name in names]
     del graph.initializer[:]
-    graph.initializer.extend(kept)
+    graph.initializer.extend(initializers)
 
 
 def as_array(value: Tensor) -> Any:

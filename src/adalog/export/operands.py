@@ -45,7 +45,7 @@ class OnnxEncoder(nn.Module):
     def __init__(self, quantizer: Quantizer, name: str):
         super().__init__()
         self.name, self.limits = name, quantizer.limits()
-        parts: list[_UniformPart | _Logarithm | _Ones] = [_UniformPart(*each) for each in quantizer.clamp_bounds()]
+        parts: list[_UniformPart | _Logarithm | _Ones] = [_UniformPart(*clamp) for clamp in quantizer.clamp_bounds()]
         if isinstance(quantizer, LogQuantizer):
             parts = [_Logarithm(quantizer), *(_Ones() for _ in self.limits[1:])]
         if not parts:
@@ -176,9 +176,9 @@ class _Logarithm(nn.Module):
         shift = 128 if signed else 0
         dtype, code = (torch.int8, 3) if signed else (torch.uint8, 2)
 
-        def cast(whole: Tensor, result: str) -> Tensor:
-            moved = operator("Sub", [whole, _number(x, shift)], at=name) if shift else whole
-            return operator("Cast", [moved], at=name, result=result, dtype=dtype, to=code)
+        def cast(integers: Tensor, result: str) -> Tensor:
+            shifted = operator("Sub", [integers, _number(x, shift)], at=name) if shift else integers
+            return operator("Cast", [shifted], at=name, result=result, dtype=dtype, to=code)
 
         if most <= 255 and self.compared and not signed:
             value = self._lift(x, name)
@@ -191,11 +191,11 @@ class _Logarithm(nn.Module):
                 shape=x.shape,
             )
             return [Digit(name, value)]
-        whole = self.whole(x, name, f"{name}.whole")
+        integers = self.whole(x, name, f"{name}.whole")
         if most <= 255:
-            return [Digit(name, cast(whole, name), zero_point=-shift)]
-        high = operator("Floor", [operator("Mul", [whole, _number(x, 1 / 256)], at=name)], at=name)
-        low = operator("Sub", [whole, operator("Mul", [high, _number(x, 256)], at=name)], at=name)
+            return [Digit(name, cast(integers, name), zero_point=-shift)]
+        high = operator("Floor", [operator("Mul", [integers, _number(x, 1 / 256)], at=name)], at=name)
+        low = operator("Sub", [integers, operator("Mul", [high, _number(x, 256)], at=name)], at=name)
         return [
             Digit(f"{name}.high", cast(high, f"{name}.high"), factor=256, zero_point=-shift),
             Digit(f"{name}.low", cast(low, f"{name}.low"), zero_point=-shift),

@@ -32,7 +32,7 @@ def operator(
     """
     first = inputs[0]
     assert first is not None
-    told = {NODE: at, **({RESULT: result} if result else {})}
+    names = {NODE: at, **({RESULT: result} if result else {})}
     return torch.onnx.ops.symbolic(
         name,
         list(inputs),
@@ -40,7 +40,7 @@ def operator(
         dtype=first.dtype if dtype is None else dtype,
         shape=list(first.shape if shape is None else shape),
         version=1 if "::" in name else None,
-        metadata_props=told,
+        metadata_props=names,
     )
 
 

@@ -40,11 +40,11 @@ def to_pack(
     """
     content = artifact.read(path)
     quantized = artifact.deserialise(content, str(path))
-    odd = [value.dtype for value in quantized.example if value.dtype != torch.float32]
-    if odd:
+    dtypes = [value.dtype for value in quantized.example if value.dtype != torch.float32]
+    if dtypes:
         raise ArtifactError(
-            f"{path} takes inputs of {odd[0]}, but a pack takes float32 inputs only: quantize the model with float32 "
-            "inputs"
+            f"{path} takes inputs of {dtypes[0]}, but a pack takes float32 inputs only: quantize the model with "
+            "float32 inputs"
         )
     compiled = Compiled(quantized, "native", threads=1)
     digest, tensors, tapes = hashlib.sha256(content).hexdigest(), parse_safetensors(content), []
@@ -83,8 +83,8 @@ def to_pack(
     with TemporaryDirectory() as folder:
         file = Path(folder) / "pack"
         file.write_bytes(packed)
-        found = run.load(file, memory=2**62)(*(value.numpy() for value in noise))
-    if not all(map(_is_same, leaves_of(found), leaves_of(compiled(*noise)))):
+        results = run.load(file, memory=2**62)(*(value.numpy() for value in noise))
+    if not all(map(_is_same, leaves_of(results), leaves_of(compiled(*noise)))):
         raise ArtifactError(
             f"adalog cannot pack {path}: the images of a batch change each other's outputs, so run it with PyTorch "
             "instead"
@@ -92,8 +92,8 @@ def to_pack(
     return packed
 
 
-def _is_same(found: Any, wanted: Tensor) -> bool:
-    return torch.equal(torch.from_numpy(found).nan_to_num(), wanted.nan_to_num())
+def _is_same(output: Any, expected: Tensor) -> bool:
+    return torch.equal(torch.from_numpy(output).nan_to_num(), expected.nan_to_num())
 
 
 def _describe(structure: Any, path: str = "") -> Iterator[dict[str, Any]]:

@@ -79,17 +79,20 @@ class OnnxProduct(nn.Module):
         if not self.bytes:
             if site.geometry is None:
                 codes, zero = codes.t(), zero.t()
-            whole = (codes - zero).float().contiguous()
+            integers = (codes - zero).float().contiguous()
             for place, factor in enumerate(_factors(self.bases[1])):
-                self.register_buffer(f"weight_{place}", _digit(whole, factor, self.bases[1]))
+                self.register_buffer(f"weight_{place}", _digit(integers, factor, self.bases[1]))
             if not self.bases[1]:
                 self.stored_weights["weight_0"] = StoredWeight(codes, zero if bool(zero.any()) else None)
             return
-        whole = codes - zero
-        if 2 * max(map(_raw, site.left.limits())) * int(whole.abs().max()) < _PAIRS and int(whole.abs().max()) < 128:
+        integers = codes - zero
+        if (
+            2 * max(map(_raw, site.left.limits())) * int(integers.abs().max()) < _PAIRS
+            and int(integers.abs().max()) < 128
+        ):
             # OpenVINO multiplies bytes only with weights that have no zero point.
             self.stored_weights["weight_0"] = StoredWeight(codes.t(), zero.t() if bool(zero.any()) else None)
-            codes, zero, self.signed = whole, torch.zeros_like(zero), True
+            codes, zero, self.signed = integers, torch.zeros_like(zero), True
         else:
             if not self.signed:
                 codes, zero = codes + 128, zero + 128
@@ -116,10 +119,10 @@ class OnnxProduct(nn.Module):
             tuple(map(tuple, lefts)), None if rights is None else tuple(map(tuple, rights)), names, self._unit_of(names)
         )
         total = None
-        for index, each in enumerate(sums):
-            part = each
+        for index, summand in enumerate(sums):
+            part = summand
             if not self._has_units:
-                part = each.to(torch.float32) * self.get_buffer(f"scale_{index}")
+                part = summand.to(torch.float32) * self.get_buffer(f"scale_{index}")
             total = part if total is None else total + part
         assert total is not None
         if bias is None:
@@ -150,26 +153,30 @@ class OnnxProduct(nn.Module):
         """Return the accumulators of each pair of parts: int32 or int64, or whole numbers in float32."""
         if not self.bytes:
             lefts, rights = self._cut(lefts, 0), None if rights is None else self._cut(rights, 1)
-        found = []
+        sums = []
         for index, (left, right) in enumerate(
             (left, right) for left in lefts for right in (self._weights() if rights is None else rights)
         ):
             name = f"{self.site.name}.accumulators.{index}"
-            pairs = [(one, other) for one in left for other in right]
+            pairs = [(x_digit, y_digit) for x_digit in left for y_digit in right]
             if len(pairs) == 1:
-                ((one, other),) = pairs
-                found.append(self._multiply(one, other, name))
+                ((x_digit, y_digit),) = pairs
+                sums.append(self._multiply(x_digit, y_digit, name))
                 continue
             total: Tensor | None = None
-            for number, (one, other) in enumerate(pairs):
-                each = self._multiply(one, other, "").to(torch.int64 if self.site.bits > 32 else torch.int32)
-                factor = one.factor * other.factor
-                each = each if factor == 1 else operator("Mul", [each, each.new_tensor(factor)], at=self.site.name)
+            for number, (x_digit, y_digit) in enumerate(pairs):
+                product = self._multiply(x_digit, y_digit, "").to(torch.int64 if self.site.bits > 32 else torch.int32)
+                factor = x_digit.factor * y_digit.factor
+                product = (
+                    product
+                    if factor == 1
+                    else operator("Mul", [product, product.new_tensor(factor)], at=self.site.name)
+                )
                 last = name if number == len(pairs) - 1 else ""
-                total = each if total is None else operator("Add", [total, each], at=self.site.name, result=last)
+                total = product if total is None else operator("Add", [total, product], at=self.site.name, result=last)
             assert total is not None
-            found.append(total)
-        return found
+            sums.append(total)
+        return sums
 
     def _multiply(self, left: Digit, right: Digit, result: str) -> Tensor:
         site, at = self.site, self.site.name
@@ -205,7 +212,7 @@ class OnnxProduct(nn.Module):
     def _dequantize(self, lefts: list[list[Digit]], rights: list[list[Digit]] | None) -> list[Tensor]:
         """Return the product of each pair of parts, computed from floats that engines recognize as quantized."""
         site, inside = self.site, self._has_units
-        found = []
+        results = []
         pairs = [(i, j) for i in range(len(lefts)) for j in range(1 if rights is None else len(rights))]
         for index, (i, j) in enumerate(pairs):
             total: Tensor | None = None
@@ -215,15 +222,17 @@ class OnnxProduct(nn.Module):
                 right = self._float(y, site.right.units()[j] if inside else None)
                 last = f"{site.name}.accumulators.{index}"
                 result = last if len(digits) == 1 else ""
-                each = operator("MatMul", [left, right], at=site.name, result=result, shape=matmul_shape(left, right))
+                product = operator(
+                    "MatMul", [left, right], at=site.name, result=result, shape=matmul_shape(left, right)
+                )
                 if total is None:
-                    total = each
+                    total = product
                 else:
                     result = last if number == len(digits) - 1 else ""
-                    total = operator("Add", [total, each], at=site.name, result=result)
+                    total = operator("Add", [total, product], at=site.name, result=result)
             assert total is not None
-            found.append(total)
-        return found
+            results.append(total)
+        return results
 
     def _float(self, digit: Digit, unit: Tensor | None) -> Tensor:
         """Dequantize the bytes of a digit. unit: the unit of its part, or None if the product is scaled afterwards."""
@@ -245,15 +254,15 @@ class OnnxProduct(nn.Module):
         base = self.bases[side]
         if not base:
             return parts
-        found = []
-        for (whole,) in parts:
+        parts_cut = []
+        for (digit,) in parts:
             at = self.site.name
-            high = operator("Mul", [whole.value, whole.value.new_tensor(1 / base)], at=at)
+            high = operator("Mul", [digit.value, digit.value.new_tensor(1 / base)], at=at)
             high = operator("Floor", [high], at=at)
-            low = operator("Mul", [high, whole.value.new_tensor(float(base))], at=at)
-            low = operator("Sub", [whole.value, low], at=at)
-            found.append([Digit("", high, base), Digit("", low)])
-        return found
+            low = operator("Mul", [high, digit.value.new_tensor(float(base))], at=at)
+            low = operator("Sub", [digit.value, low], at=at)
+            parts_cut.append([Digit("", high, base), Digit("", low)])
+        return parts_cut
 
 
 def scales_of(site: IntegerSite) -> list[Tensor]:
@@ -294,12 +303,12 @@ def _factors(base: int) -> tuple[int, ...]:
     return (base, 1) if base else (1,)
 
 
-def _digit(whole: Tensor, factor: int, base: int) -> Tensor:
+def _digit(integers: Tensor, factor: int, base: int) -> Tensor:
     """Return the digit of whole numbers in float32 that has this factor."""
     if not base:
-        return whole
-    high = (whole / base).floor()
-    return high if factor == base else whole - high * base
+        return integers
+    high = (integers / base).floor()
+    return high if factor == base else integers - high * base
 
 
 def _bases(site: IntegerSite) -> tuple[int, int]:

@@ -151,7 +151,7 @@ def to_encodings(content: bytes) -> bytes:
     from onnx import load_model_from_string, numpy_helper
 
     graph = load_model_from_string(content).graph
-    stored = {each.name: each for each in graph.initializer}
+    stored = {initializer.name: initializer for initializer in graph.initializer}
 
     def encoding(name: str, scale: str, kind: str, bits: int) -> dict[str, Any]:
         scales = numpy_helper.to_array(stored[scale]).reshape(-1).tolist()
@@ -163,14 +163,14 @@ def to_encodings(content: bytes) -> bytes:
     weights = []
     for node in graph.node:
         if node.op_type == "QuantizeLinear":
-            found = encoding(node.input[0], node.input[1], "PER_TENSOR", _BITS)
-            if activations.setdefault(found["name"], found) != found:
-                raise ArtifactError(f"{found['name']} is quantized with two scales, and encodings have one per value")
+            entry = encoding(node.input[0], node.input[1], "PER_TENSOR", _BITS)
+            if activations.setdefault(entry["name"], entry) != entry:
+                raise ArtifactError(f"{entry['name']} is quantized with two scales, and encodings have one per value")
         elif node.op_type == "DequantizeLinear" and node.input[0] in stored:
             weights.append(encoding(node.output[0], node.input[1], "PER_CHANNEL", _BITS))
-    told = {
+    entries = {
         "version": "1.0.0",
         "activation_encodings": list(activations.values()),
         "param_encodings": weights,
     }
-    return (json.dumps(told, indent=1) + "\n").encode()
+    return (json.dumps(entries, indent=1) + "\n").encode()

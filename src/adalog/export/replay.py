@@ -73,21 +73,21 @@ class ProgramModule(nn.Module):
         super().__init__()
         program = quantized.program
         floats = [value for value in program.tensors.values() if value.is_floating_point()]
-        odd = [value.dtype for value in floats if value.dtype != torch.float32]
-        if odd:
-            raise ArtifactError(f"the model is in {odd[0]}, but adalog exports float32 only: convert it to float32")
+        dtypes = [value.dtype for value in floats if value.dtype != torch.float32]
+        if dtypes:
+            raise ArtifactError(f"the model is in {dtypes[0]}, but adalog exports float32 only: convert it to float32")
         self.sites = _apart(plan(program, quantized.example))
         self.steps = nn.ModuleDict()
         self.products: dict[str, Any] = {}
 
         def encoder(quantizer: Quantizer, site: IntegerSite) -> nn.Module:
             name = site.node.args[0 if quantizer is site.left else 1].name
-            self.steps[_path(name)] = made = makers.encoder(quantizer, site, name)
-            return made
+            self.steps[_path(name)] = module = makers.encoder(quantizer, site, name)
+            return module
 
         def product(site: IntegerSite) -> nn.Module:
-            self.steps[_path(site.name)] = self.products[site.name] = made = makers.product(site)
-            return made
+            self.steps[_path(site.name)] = self.products[site.name] = module = makers.product(site)
+            return module
 
         self.program, steps = compile_program(program, self.sites, lambda site: "whole", encoder, product)
         self._called: dict[str, Callable[..., Any]] = dict(steps)
@@ -108,9 +108,9 @@ class ProgramModule(nn.Module):
     def stored_weights(self) -> dict[str, StoredWeight]:
         """Return the weights that are stored in narrow types, by the name of the buffer that holds their value."""
         return {
-            f"steps.{_path(site)}.{name}": each
+            f"steps.{_path(site)}.{name}": weight
             for site, product in self.products.items()
-            for name, each in product.stored_weights.items()
+            for name, weight in product.stored_weights.items()
         }
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -121,17 +121,17 @@ class ProgramModule(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Return the outputs. watch: called after every operation, as in `Program.run`."""
         tensors = {name: self.tensors.get_buffer(_path(name)) for name in self.program.tensors}
-        found = replace(self.program, tensors=tensors).run(inputs, watch, self._called)
-        return tuple(present_leaves(found))
+        outputs = replace(self.program, tensors=tensors).run(inputs, watch, self._called)
+        return tuple(present_leaves(outputs))
 
 
 def _apart(sites: Sequence[IntegerSite]) -> list[IntegerSite]:
     """Return the sites, with a different name for each further call of a layer."""
-    found: dict[str, IntegerSite] = {}
+    sites_by_encoder: dict[str, IntegerSite] = {}
     for site in sites:
-        name = f"{site.name}#{site.node.name}" if site.name in found else site.name
-        found[name] = replace(site, name=name)
-    return list(found.values())
+        name = f"{site.name}#{site.node.name}" if site.name in sites_by_encoder else site.name
+        sites_by_encoder[name] = replace(site, name=name)
+    return list(sites_by_encoder.values())
 
 
 def _path(name: str) -> str:

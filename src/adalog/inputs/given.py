@@ -50,8 +50,8 @@ def as_inputs(images: Any, model: nn.Module, count: int) -> Images:
 
 def _batch(images: Tensor, model: nn.Module) -> Tensor:
     """Return the images, unless the tensor is a single image of a model that takes batches."""
-    one = images.ndim == 3 and len(images) <= 4 and isinstance(model, nn.Module)
-    if one and any(isinstance(module, nn.Conv2d) for module in model.modules()) and runs_on(model, images[None]):
+    single = images.ndim == 3 and len(images) <= 4 and isinstance(model, nn.Module)
+    if single and any(isinstance(module, nn.Conv2d) for module in model.modules()) and runs_on(model, images[None]):
         raise ValueError(
             f"images is one image of shape {tuple(images.shape)}: give a batch (N, 3, H, W), as images[None] for one"
         )
@@ -95,11 +95,11 @@ def _first(loader: Any, count: int) -> list[Any]:
 
 def _join(parts: Sequence[Any], what: str, *, of_batches: bool = False) -> Tensor:
     """Join images (C, H, W) or batches (N, C, H, W) of equal shapes. of_batches: the parts are batches (N, ...)."""
-    odd = next((part for part in parts if not isinstance(part, Tensor)), None)
-    if odd is not None:
-        pairs = isinstance(odd, (tuple, list)) and odd and isinstance(odd[0], Tensor)
-        hint = f", as torch.{'cat' if odd[0].ndim == 4 else 'stack'}([x for x, _ in images])" if pairs else ""
-        raise ValueError(f"images is {what} of {type(odd).__name__}, not of tensors: {_ONE_TENSOR}{hint}")
+    stranger = next((part for part in parts if not isinstance(part, Tensor)), None)
+    if stranger is not None:
+        pairs = isinstance(stranger, (tuple, list)) and stranger and isinstance(stranger[0], Tensor)
+        hint = f", as torch.{'cat' if stranger[0].ndim == 4 else 'stack'}([x for x, _ in images])" if pairs else ""
+        raise ValueError(f"images is {what} of {type(stranger).__name__}, not of tensors: {_ONE_TENSOR}{hint}")
     if of_batches and parts and parts[0].ndim and len({part.shape[1:] for part in parts}) == 1:
         return torch.cat(list(parts))
     shapes = {(part.ndim, tuple(part.shape[-3:])) for part in parts}

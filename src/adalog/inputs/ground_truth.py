@@ -25,7 +25,7 @@ def find_labels(folder: Path, names: Sequence[str]) -> tuple[int, ...] | None:
 
     Raises DataError for label files with other content, and OSError if they cannot be read.
     """
-    numbers = [int(found[1]) if (found := _IMAGE.fullmatch(name)) else 0 for name in names]
+    numbers = [int(match[1]) if (match := _IMAGE.fullmatch(name)) else 0 for name in names]
     if not names or 0 in numbers:
         return None
     for place in (root / kit for root in (folder, folder.resolve().parent) for kit in _KITS):
@@ -51,30 +51,30 @@ def _number(word: str, most: int) -> int | None:
 
 def _labels_by_name(path: Path, names: Sequence[str]) -> tuple[int, ...]:
     """Return the labels of images with these names from a file with lines FILE CLASS."""
-    found: dict[str, int] = {}
+    labels: dict[str, int] = {}
     for number, words in _lines(path):
         label = _number(words[-1], _CLASSES - 1)
         if len(words) != 2 or label is None:
             raise DataError(
                 f"{path}, line {number} is not FILE CLASS, with a class from 0 to {_CLASSES - 1}: correct it"
             )
-        found[Path(words[0]).name] = label
-    missing = [name for name in names if name not in found]
+        labels[Path(words[0]).name] = label
+    missing = [name for name in names if name not in labels]
     if missing:
         raise DataError(f"{path} has no class for {missing[0]}: add a line for this image, or remove the file")
-    return tuple(found[name] for name in names)
+    return tuple(labels[name] for name in names)
 
 
 def _labels_by_number(path: Path, numbers: Sequence[int]) -> tuple[int, ...]:
     """Return the labels of images with these numbers, from 1; line N of the file has the ILSVRC number of image N."""
     classes = _classes(path)
     lines = _lines(path)
-    told = [_number(words[0], _CLASSES) if len(words) == 1 else None for _, words in lines]
+    numbers_in_file = [_number(words[0], _CLASSES) if len(words) == 1 else None for _, words in lines]
     for number in numbers:
-        if number > len(told) or told[number - 1] not in classes:
+        if number > len(numbers_in_file) or numbers_in_file[number - 1] not in classes:
             line = lines[number - 1][0] if number <= len(lines) else len(lines) + 1
             raise DataError(f"{path} has no ILSVRC number from 1 to {_CLASSES} in line {line}: download it again")
-    return tuple(classes[told[number - 1] or 0] for number in numbers)
+    return tuple(classes[numbers_in_file[number - 1] or 0] for number in numbers)
 
 
 def _classes(truth: Path) -> dict[int, int]:

@@ -103,10 +103,10 @@ def _open(path: str | Path | Member) -> BinaryIO:
 def _orientation(image: Image.Image) -> int:
     """Return the EXIF orientation of a loaded image, or 1 if there is none or only the EXIF data is damaged."""
     try:
-        found = image.getexif().get(ExifTags.Base.Orientation, 1)
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # as in read_image
         return 1
-    return found if isinstance(found, int) else 1
+    return orientation if isinstance(orientation, int) else 1
 
 
 def _to_rgb(image: Image.Image, form: str | None) -> Image.Image:
@@ -230,19 +230,19 @@ class Preprocessing:
                 f"a preprocessing has the fields {', '.join(sorted(names - _LATER.keys()))}, and may have "
                 f"{', '.join(sorted(_LATER))}"
             )
-        given: dict[str, Any] = {
+        values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
         }
-        if given.get("fill") is None:
-            given.pop("fill", None)
-        for name in ("size", "resize", "mean", "std", "rescale", *(["fill"] if "fill" in given else [])):
-            single = name == "rescale" or (name == "resize" and not isinstance(given[name], tuple))
-            numbers = (given[name],) if single else given[name]
+        if values.get("fill") is None:
+            values.pop("fill", None)
+        for name in ("size", "resize", "mean", "std", "rescale", *(["fill"] if "fill" in values else [])):
+            single = name == "rescale" or (name == "resize" and not isinstance(values[name], tuple))
+            numbers = (values[name],) if single else values[name]
             kinds = (int,) if name in ("size", "resize") else (int, float)
             good = isinstance(numbers, tuple) and all(type(value) in kinds for value in numbers)
             if not good or not all(map(math.isfinite, numbers)):
                 raise ValueError(f"{name} = {fields[name]!r} is not made of finite numbers")
-        return Preprocessing(**given)
+        return Preprocessing(**values)
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Prepare an image.
@@ -270,10 +270,10 @@ class Preprocessing:
         pixels = torch.from_numpy(np.array(image.crop(inside))).permute(2, 0, 1)
         pixels = pixels.to(torch.float32, memory_format=torch.contiguous_format)
         if pixels.shape[1:] != self.size:
-            whole = torch.tensor(self.fill).view(3, 1, 1).repeat(1, *self.size)
+            canvas = torch.tensor(self.fill).view(3, 1, 1).repeat(1, *self.size)
             rows, columns = slice(max(-top, 0), max(-top, 0) + pixels.shape[1]), max(-left, 0)
-            whole[:, rows, columns : columns + pixels.shape[2]] = pixels
-            pixels = whole
+            canvas[:, rows, columns : columns + pixels.shape[2]] = pixels
+            pixels = canvas
         if self.channels == "bgr":
             pixels = pixels.flip(0)
         mean, std = torch.tensor(self.mean).view(3, 1, 1), torch.tensor(self.std).view(3, 1, 1)
@@ -341,9 +341,9 @@ class ImageSet:
 
     def select(self, indices: Iterable[int]) -> "ImageSet":
         """Return the images at these indices, in this order."""
-        chosen = list(indices)
-        labels = None if self.labels is None else tuple(self.labels[index] for index in chosen)
-        return ImageSet(tuple(self.paths[index] for index in chosen), labels, self.classes)
+        numbers = list(indices)
+        labels = None if self.labels is None else tuple(self.labels[index] for index in numbers)
+        return ImageSet(tuple(self.paths[index] for index in numbers), labels, self.classes)
 
     def sample(self, count: int, seed: int) -> "ImageSet":
         """Return a random sample of `count` images without replacement. Raises DataError if there are fewer images."""
@@ -429,8 +429,8 @@ def _in_shards(folder: Path, shards: Sequence[Path]) -> ImageSet:
     images, labels = read_shards(shards, SUFFIXES)
     if not images:
         raise DataError(f"{shards[0]} has no images: give tar files with members such as KEY.jpg and KEY.cls")
-    found = _truth(folder, [image.name for image in images]) if labels is None else tuple(labels)
-    return ImageSet(tuple(images), found)
+    labels_read = _truth(folder, [image.name for image in images]) if labels is None else tuple(labels)
+    return ImageSet(tuple(images), labels_read)
 
 
 def _truth(folder: Path, names: Sequence[str]) -> tuple[int, ...] | None:
@@ -454,28 +454,28 @@ def find_support(data: str | Path, support: str | Path | None) -> tuple[ImageSet
     images = find_images(data)
     if support is None:
         return images, None
-    known, place, root = None, _without_detours(support), _without_detours(data)
-    end, whole = Path(support).resolve(), Path(data).resolve()  # either may be reached by a link
+    support_images, support_path, root = None, _without_detours(support), _without_detours(data)
+    end, data_path = Path(support).resolve(), Path(data).resolve()  # either may be reached by a link
     files = (_without_detours(path.archive if isinstance(path, Member) else path) for path in images.paths)
-    inside = [file.is_relative_to(place) or file.resolve().is_relative_to(end) for file in files]
+    inside = [file.is_relative_to(support_path) or file.resolve().is_relative_to(end) for file in files]
     if any(inside):
-        if place.is_relative_to(root) or end.is_relative_to(whole):
-            known = images.select(index for index, belongs in enumerate(inside) if belongs)
+        if support_path.is_relative_to(root) or end.is_relative_to(data_path):
+            support_images = images.select(index for index, belongs in enumerate(inside) if belongs)
         images = images.select(index for index, belongs in enumerate(inside) if not belongs)
-    known = known or find_images(support)
-    if known.labels is None:
+    support_images = support_images or find_images(support)
+    if support_images.labels is None:
         raise DataError(
             f"{support} has no labels: make one subfolder per class, or add a CSV file with the columns file,label"
         )
     if not len(images):
         raise DataError(f"{data} has no images other than those of {support}: add images to evaluate")
-    if images.classes is not None and known.classes is not None and images.classes != known.classes:
-        odd = sorted(set(images.classes) ^ set(known.classes))
+    if images.classes is not None and support_images.classes is not None and images.classes != support_images.classes:
+        unshared = sorted(set(images.classes) ^ set(support_images.classes))
         raise DataError(
             f"{data} and {support} do not have the same subfolders, one per class: only one of them has "
-            f"{', '.join(odd[:3])}; give both the same classes, or each a CSV file with the columns file,label"
+            f"{', '.join(unshared[:3])}; give both the same classes, or each a CSV file with the columns file,label"
         )
-    return images, known
+    return images, support_images
 
 
 def _list(folder: Path) -> tuple[list[str], list[str]]:
@@ -485,8 +485,8 @@ def _list(folder: Path) -> tuple[list[str], list[str]]:
     because a class without its link may shift the labels of later classes, and for two links to one subfolder.
     """
     files, folders, above = list[str](), dict[Path, str](), {folder.resolve(), *folder.resolve().parents}
-    with os.scandir(folder) as found:
-        entries = sorted((entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name)
+    with os.scandir(folder) as listing:
+        entries = sorted((entry for entry in listing if not entry.name.startswith(".")), key=lambda entry: entry.name)
     for entry in entries:
         target = Path(os.path.realpath(entry)) if entry.is_symlink() else folder.resolve() / entry.name
         if entry.is_symlink() and not target.exists():
@@ -514,12 +514,12 @@ def _read_table(folder: Path, table: Path) -> ImageSet:
     except (UnicodeDecodeError, csv.Error) as cause:
         raise DataError(f"{table} is not a CSV file in UTF-8: {cause}; save it as UTF-8") from cause
     labels: dict[str, int] = {}
-    for line, written, label in rows:
+    for line, text, label in rows:
         where = f"{table}, line {line}"
-        if not written or PureWindowsPath(written).anchor or ".." in PureWindowsPath(written).parts:
-            raise DataError(f"{where}: {written!r} is not a path below {folder}: give paths relative to the folder")
-        slashed = written.replace("\\", "/")  # as Windows writes paths
-        name = slashed if not (folder / written).is_file() and (folder / slashed).is_file() else written
+        if not text or PureWindowsPath(text).anchor or ".." in PureWindowsPath(text).parts:
+            raise DataError(f"{where}: {text!r} is not a path below {folder}: give paths relative to the folder")
+        slashed = text.replace("\\", "/")  # as Windows writes paths
+        name = slashed if not (folder / text).is_file() and (folder / slashed).is_file() else text
         if not (folder / name).is_file():
             raise DataError(f"{where}: {folder / name} does not exist: remove the line, or add the file")
         image = PurePosixPath(name).as_posix()

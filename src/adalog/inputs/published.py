@@ -83,10 +83,10 @@ def from_hf(name: str, pretrained: bool, classes: int | None = None) -> tuple[nn
     transformers = extra_module("transformers", "hf")
     folder = Path(name).expanduser()
     with refusal(f"hf:{name} cannot be found", "give a folder that save_pretrained wrote"):  # a name may be too long
-        inside, there = folder.is_dir(), folder.exists()
+        inside, exists = folder.is_dir(), folder.exists()
     if inside and not (folder / "config.json").is_file():
         raise DataError(f"{folder} has no config.json: give a folder that save_pretrained wrote")
-    if not inside and (there or name.startswith((".", "~", "/")) or name.count("/") > 1):
+    if not inside and (exists or name.startswith((".", "~", "/")) or name.count("/") > 1):
         raise DataError(
             f"{folder} is not a folder: give one that save_pretrained wrote, or hf:ID with the ID of a model on the hub"
         )
@@ -115,8 +115,8 @@ def from_hf(name: str, pretrained: bool, classes: int | None = None) -> tuple[nn
     absent: list[str] = []
     with refusal(f"{_WEIGHTS * pretrained}hf:{name} cannot be loaded", OTHER_WEIGHTS):
         if pretrained:
-            module, told = fetch(maker.from_pretrained, config=config, output_loading_info=True, weights_only=True)
-            absent = sorted(told["missing_keys"])
+            module, info = fetch(maker.from_pretrained, config=config, output_loading_info=True, weights_only=True)
+            absent = sorted(info["missing_keys"])
         else:
             module = maker.from_config(config, trust_remote_code=False)
     if absent:

@@ -54,23 +54,25 @@ def read_shards(paths: Sequence[Path], suffixes: Collection[str]) -> tuple[list[
     """
     images, labels = list[Member](), list[int | None]()
     for path in paths:
-        found, classes = _read_shard(path, suffixes)
-        keys = [_key(member.member) for member in found]
+        members, classes = _read_shard(path, suffixes)
+        keys = [_key(member.member) for member in members]
         counts = Counter(keys)
         twice = next((key for key in classes if counts[key] > 1), None)
         if twice is not None:
             raise DataError(f"{path} has several images {twice}.*, but one label {twice}.cls: give each image its own")
-        images += found
+        images += members
         labels += [classes.get(key) for key in keys]
-    known = [label for label in labels if label is not None]
-    if known and len(known) < len(labels):
-        odd = images[labels.index(None)]
-        raise DataError(f"{odd} has no label, but others have one: add {_key(odd.member)}.cls, or leave the image out")
-    return images, known or None
+    present = [label for label in labels if label is not None]
+    if present and len(present) < len(labels):
+        unlabelled = images[labels.index(None)]
+        raise DataError(
+            f"{unlabelled} has no label, but others have one: add {_key(unlabelled.member)}.cls, or leave the image out"
+        )
+    return images, present or None
 
 
 def _read_shard(path: Path, suffixes: Collection[str]) -> tuple[list[Member], dict[str, int]]:
-    images, classes, seen = list[Member](), dict[str, int](), set[str]()
+    images, classes, names = list[Member](), dict[str, int](), set[str]()
     try:
         size = path.stat().st_size
         with tarfile.open(path, "r:") as archive:
@@ -86,9 +88,9 @@ def _read_shard(path: Path, suffixes: Collection[str]) -> tuple[list[Member], di
                     raise DataError(f"{path}:{member.name} is too large, with {member.size:,} bytes: leave it out")
                 if member.offset_data + member.size > size:
                     raise DataError(f"{path} is truncated in {member.name}: download it again")
-                if name.as_posix() in seen:
+                if name.as_posix() in names:
                     raise DataError(f"{path} has {member.name} twice: keep one of them")
-                seen.add(name.as_posix())
+                names.add(name.as_posix())
                 if suffix == ".cls":
                     content = archive.extractfile(member)
                     classes[_key(member.name)] = _label(path, member.name, b"" if content is None else content.read())

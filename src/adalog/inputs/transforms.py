@@ -201,11 +201,11 @@ def _geometries(processor: Any, size: tuple[int, int]) -> Iterator[Preprocessing
         resizes += [*((shorter, "stretch") for shorter in sides), ((side, side), "stretch")]
     for height, width in (("height", "width"), ("max_height", "max_width")):
         if height in sizes and width in sizes:
-            both = sizes[height], sizes[width]
-            resizes += [(both, "stretch"), (both, "contain")]
+            pair = sizes[height], sizes[width]
+            resizes += [(pair, "stretch"), (pair, "contain")]
     for resize, fit in resizes:
-        both = (resize, resize) if isinstance(resize, int) else resize
-        margins = [before - after for before, after in zip(both, size, strict=True)]
+        pair = (resize, resize) if isinstance(resize, int) else resize
+        margins = [before - after for before, after in zip(pair, size, strict=True)]
         pads = fit == "contain" or min(margins) < 0
         # Both ways to round the centre agree for these margins, if they are the same for all images.
         same = fit == "stretch" and not isinstance(resize, int) and all(margin % 4 != 3 for margin in margins)
@@ -232,6 +232,10 @@ def _unusual(processor: Any) -> str:
     """Return the fields that only few processors have and that are set, or else the sizes."""
     fields = processor.to_dict()
     unset = {key for key, value in fields.items() if value is None or value is False or value in ("", [], {})}
-    odd = sorted(key for key in fields.keys() - _READ - _APART - unset if not key.startswith("_"))
+    names = sorted(key for key in fields.keys() - _READ - _APART - unset if not key.startswith("_"))
     sizes = {key: _sizes(processor, key) for key in ("size", "crop_size")}
-    return listed(odd) if odd else " and ".join(f"{key} = {value}" for key, value in sizes.items() if value) or "fields"
+    return (
+        listed(names)
+        if names
+        else " and ".join(f"{key} = {value}" for key, value in sizes.items() if value) or "fields"
+    )

@@ -74,9 +74,9 @@ def _parts(own: Mapping[str, Tensor], states: Iterable[tuple[str, dict[str, Tens
         prefixes = {name.removesuffix(sample) for name, sample in ends} - {""}
         for prefix in ("", *sorted(prefix for prefix in prefixes if prefix.endswith("."))):
             part = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-            odd = [name for name in part if name not in own and name.rpartition(".")[2] in _COUNTERS]
+            counters = [name for name in part if name not in own and name.rpartition(".")[2] in _COUNTERS]
             lost = [name for name in own if name not in part and name.endswith("num_batches_tracked")]
-            weights = {name: value for name, value in part.items() if name not in odd}
+            weights = {name: value for name, value in part.items() if name not in counters}
             yield _Part(key, prefix, weights | {name: own[name] for name in lost})
 
 
@@ -91,25 +91,25 @@ def _only_one(parts: Sequence[_Part], what: str) -> _Part:
     return likely[0]
 
 
-def _rename(module: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
+def _rename(module: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights under current names: timm and transformers convert older and other formats."""
     maker: Any = type(module)
     home = sys.modules[maker.__module__]
-    if any(name.endswith((".weight", ".bias")) and _is_whole(value) for name, value in given.items()):
-        return given  # transformers would turn the codes of another tool into weights
+    if any(name.endswith((".weight", ".bias")) and _is_whole(value) for name, value in weights.items()):
+        return weights  # transformers would turn the codes of another tool into weights
     try:
         if home.__name__.startswith("timm.") and hasattr(home, "checkpoint_filter_fn"):
-            return dict(home.checkpoint_filter_fn(dict(given), module))
+            return dict(home.checkpoint_filter_fn(dict(weights), module))
         if home.__name__.startswith("transformers."):
-            other, told = maker.from_pretrained(
-                None, config=module.config, state_dict=given, output_loading_info=True, ignore_mismatched_sizes=True
+            model, info = maker.from_pretrained(
+                None, config=module.config, state_dict=weights, output_loading_info=True, ignore_mismatched_sizes=True
             )
-            renamed = {name: value for name, value in other.state_dict().items() if name not in told["missing_keys"]}
-            renamed |= {name: torch.empty(shape) for name, shape, _ in told["mismatched_keys"]}
-            return renamed | {name: given[name] for name in told["unexpected_keys"]}
+            renamed = {name: value for name, value in model.state_dict().items() if name not in info["missing_keys"]}
+            renamed |= {name: torch.empty(shape) for name, shape, _ in info["mismatched_keys"]}
+            return renamed | {name: weights[name] for name in info["unexpected_keys"]}
     except Exception:  # the code of either package may fail in any way on weights of another model
-        return given
-    return given
+        return weights
+    return weights
 
 
 def _other_classes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> int:
@@ -129,29 +129,29 @@ def _distance(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> int:
     return len(own.keys() ^ weights.keys()) + sum(own[name].shape != weights[name].shape for name in shared)
 
 
-def misfit(own: Mapping[str, Any], given: Mapping[str, Tensor]) -> str:
+def misfit(own: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
     """Describe how the names, shapes and kinds of weights differ from a module's own; return "" if they do not."""
-    both = [(name, value, own[name]) for name, value in given.items() if name in own]
-    found = {
-        "missing": [name for name in own if name not in given],
-        "unexpected": [name for name in given if name not in own],
+    pairs = [(name, value, own[name]) for name, value in weights.items() if name in own]
+    reasons = {
+        "missing": [name for name in own if name not in weights],
+        "unexpected": [name for name in weights if name not in own],
         "wrong shape": [
             f"{name} {list(value.shape)} instead of {list(ours.shape)}"
-            for name, value, ours in both
+            for name, value, ours in pairs
             if ours.shape != value.shape
         ],
         "complex or sparse": [
             name
-            for name, value in given.items()
+            for name, value in weights.items()
             if value.layout != torch.strided or (name in own and value.is_complex() != own[name].is_complex())
         ],
         "codes of another tool": [  # whose scales are lost
             f"{name} of {value.dtype} instead of {ours.dtype}"
-            for name, value, ours in both
+            for name, value, ours in pairs
             if ours.is_floating_point() and _is_whole(value)
         ],
     }
-    return "; ".join(f"{word} {listed(names)}" for word, names in found.items() if names)
+    return "; ".join(f"{word} {listed(names)}" for word, names in reasons.items() if names)
 
 
 def _is_whole(value: Tensor) -> bool:
@@ -207,8 +207,8 @@ def _read_pickle(path: Path) -> Any:
     except DataError as error:
         if not isinstance(error.__cause__, UnpicklingError):
             raise
-        found = re.search(r"GLOBAL (\S+)", str(error.__cause__))
-        what = f"contains {found[1]}" if found else "is damaged, or contains more than tensors"
+        match = re.search(r"GLOBAL (\S+)", str(error.__cause__))
+        what = f"contains {match[1]}" if match else "is damaged, or contains more than tensors"
         raise DataError(
             f"{path} {what}, which adalog does not load, because unpickling may run code: save only "
             "model.state_dict(), preferably as safetensors"

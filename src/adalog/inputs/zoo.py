@@ -147,10 +147,10 @@ def _not_rgb(name: str, channels: int) -> str:
 def is_model(text: str) -> bool:
     """Return True if a text is the name of a model and not the path of a file."""
     try:
-        there = Path(text).exists()
+        exists = Path(text).exists()
     except OSError:  # the text is too long for a file name
-        there = False
-    return text == "demo" or (":" in text and not there)
+        exists = False
+    return text == "demo" or (":" in text and not exists)
 
 
 # --- from a name to a model -------------------------------------------------------------------------------------------
@@ -202,14 +202,14 @@ def _call(path: Path, function: str) -> _Built:
     with _importable(file, path.resolve().parent):
         with refusal(f"{path} does not run", "correct it"):
             exec(compile(source, str(path), "exec"), file.__dict__)
-        made = getattr(file, function, None)
-        if not callable(made):
+        maker = getattr(file, function, None)
+        if not callable(maker):
             own = [name for name, value in vars(file).items() if getattr(value, "__module__", "") == file.__name__]
             raise DataError(f"{path} has no function {function!r}: it has {listed(own) or 'none'}")
         with refusal(f"{path}:{function} cannot be called", "give all its arguments default values"):
-            signatures.signature(made).bind()
+            signatures.signature(maker).bind()
         with refusal(f"{path}:{function} failed", "correct it"):
-            result = made()
+            result = maker()
     match result:
         case nn.Module():
             return result, None

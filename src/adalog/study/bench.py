@@ -42,7 +42,7 @@ def in_turn(runs: Mapping[str, Callable[[], Any]], seconds: float, rest: float =
     seconds: time to spend on each run, on average; each run gets at least five timed turns.
     rest: seconds to wait before each run, so that idle threads of the previous run stop spinning.
     """
-    order, found = list(runs), {name: ([], []) for name in runs}  # type: ignore[var-annotated]
+    order, times = list(runs), {name: ([], []) for name in runs}  # type: ignore[var-annotated]
     turns, stop = 0, 0.0
     while turns < _WARM + _LEAST or time.perf_counter() < stop:
         if turns == _WARM:
@@ -53,11 +53,11 @@ def in_turn(runs: Mapping[str, Callable[[], Any]], seconds: float, rest: float =
             runs[name]()
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
             if turns >= _WARM:
-                found[name][0].append(cpu)
-                found[name][1].append(wall)
+                times[name][0].append(cpu)
+                times[name][1].append(wall)
         order.reverse()
         turns += 1
-    return {name: Times(median(cpu), median(wall), len(cpu)) for name, (cpu, wall) in found.items()}
+    return {name: Times(median(cpu), median(wall), len(cpu)) for name, (cpu, wall) in times.items()}
 
 
 def on_one_thread(run: Callable[[], Any]) -> Callable[[], Any]:
@@ -105,7 +105,7 @@ def bench(
     """
     rows = []
     for batch in batches:
-        made: dict[str, tuple[Callable[[], Any], int, float | None]] = {}
+        runs: dict[str, tuple[Callable[[], Any], int, float | None]] = {}
         for executor in executors:
             start = time.perf_counter()
             model = load()
@@ -119,7 +119,7 @@ def bench(
                 count = compiled.weight_bytes
             network(*inputs)
             run = functools.partial(network, *inputs)
-            made[executor] = (on_one_thread(run) if executor == "native" else run, count, time.perf_counter() - start)
+            runs[executor] = (on_one_thread(run) if executor == "native" else run, count, time.perf_counter() - start)
         if full is not None:
             inputs = noise_like(load().quantized, batch)
             count = sum(value.nbytes for value in full.parameters() if value.ndim > 1)
@@ -131,10 +131,10 @@ def bench(
                     f"the full-precision model does not accept the artifact's inputs {shapes}: {one_line(cause)}; give "
                     "the model that was quantized"
                 ) from cause
-            made[FP32] = (lambda x=inputs: full(*x), count, None)  # type: ignore[misc]
-        turns = {name: run for name, (run, *_) in made.items()}
+            runs[FP32] = (lambda x=inputs: full(*x), count, None)  # type: ignore[misc]
+        turns = {name: run for name, (run, *_) in runs.items()}
         for name, times in in_turn(turns, seconds, REST if threads > 1 else 0.0).items():
-            _, count, loading = made[name]
+            _, count, loading = runs[name]
             row = {"executor": name, "batch": batch, **milliseconds(times, batch)}
             rows.append({**row, "weight_bytes": count, "load_seconds": loading})
     return rows

@@ -96,7 +96,7 @@ class BudgetedModel:
 def quantize_within(
     calibration: Calibration,
     config: Config,
-    found: Sensitivity,
+    measurement: Sensitivity,
     budget: Budget,
     resources: Resources = SERIAL,
     *,
@@ -111,9 +111,9 @@ def quantize_within(
     notes: further entries of the provenance, besides the budget.
     Raises DataError if no widths meet the budget, or if the sensitivity belongs to another model.
     """
-    found = _free(calibration, config, found)
+    measurement = _free(calibration, config, measurement)
     fixed = {} if budget.bops is not None or budget.loss is not None else _activations(config)
-    maker = _Maker(calibration, config, found, budget, notes or {}, resources)
+    maker = _Maker(calibration, config, measurement, budget, notes or {}, resources)
     extra = Totals(0.0, 0.0, 0.0)  # what the stages add to the cost
     for _ in range(_TRIES):
         chosen = _without_stages(maker, budget, fixed, extra)
@@ -144,8 +144,8 @@ class _Maker:
         name = hashlib.sha256(repr((pins, config.stages)).encode()).hexdigest()[:8]
         choices = replace(config, pinned=(*config.pinned, *pins))
         model = self.calibration.quantize(choices, self.resources.named(name))
-        told = {"limits": asdict(self.budget), "foretold": plan.totals.loss}
-        model.note(**self.notes, budget={**told, "measure": self.found.measure, "judged": self.found.images})
+        record = {"limits": asdict(self.budget), "foretold": plan.totals.loss}
+        model.note(**self.notes, budget={**record, "measure": self.found.measure, "judged": self.found.images})
         return BudgetedModel(model, plan, *budget_of(model))
 
 
@@ -156,55 +156,57 @@ def budget_of(model: QuantizedModel) -> tuple[int, int]:
 
 def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, int], extra: Totals) -> BudgetedModel:
     """Return the model with the least predicted loss within a budget, if its stages will add `extra` to the cost."""
-    plain, beside, best = replace(maker.config, stages=()), None, None
+    plain, overhead, best = replace(maker.config, stages=()), None, None
     for _ in range(_TRIES):
-        told = beside or Totals(_bytes_beside(maker.calibration), 0.0, 0.0)
-        total = Totals(told.bytes + extra.bytes, told.bops + extra.bops, 0.0)
+        spent = overhead or Totals(_bytes_beside(maker.calibration), 0.0, 0.0)
+        total = Totals(spent.bytes + extra.bytes, spent.bops + extra.bops, 0.0)
         try:
             plan = choose(maker.found, budget, fixed, total)
         except DataError:
-            if beside is not None:
+            if overhead is not None:
                 break
             plan = _narrowest(maker.found, fixed)  # the cost besides the units is only an estimate yet
         if best is not None and plan.widths == best.plan.widths:
             break
-        chosen = maker.make(plan, plain)
+        model = maker.make(plan, plain)
         room = Budget(
             None if budget.bytes is None else max(1, int(budget.bytes - extra.bytes)),
             None if budget.bops is None else max(1.0, budget.bops - extra.bops),
             budget.loss,
         )
-        fits = _within(chosen, room) and plan.totals.loss <= (budget.loss or math.inf)
+        fits = _within(model, room) and plan.totals.loss <= (budget.loss or math.inf)
         if fits and (best is None or plan.totals.loss < best.plan.totals.loss):
-            best = chosen
-        if fits and beside is not None:
+            best = model
+        if fits and overhead is not None:
             break
-        seen = Totals(chosen.bytes - plan.totals.bytes, chosen.bops - plan.totals.bops, 0.0)
-        known = beside or seen
-        beside = Totals(max(known.bytes, seen.bytes), max(known.bops, seen.bops), 0.0)
+        excess = Totals(model.bytes - plan.totals.bytes, model.bops - plan.totals.bops, 0.0)
+        former = overhead or excess
+        overhead = Totals(max(former.bytes, excess.bytes), max(former.bops, excess.bops), 0.0)
     if best is None:
-        assert beside is not None
-        choose(maker.found, budget, fixed, Totals(beside.bytes + extra.bytes, beside.bops + extra.bops, 0.0))
+        assert overhead is not None
+        choose(maker.found, budget, fixed, Totals(overhead.bytes + extra.bytes, overhead.bops + extra.bops, 0.0))
         raise DataError("no choice of widths was within the budget: increase it a little")
     return best
 
 
-def _within(chosen: BudgetedModel, budget: Budget) -> bool:
-    return chosen.bytes <= (budget.bytes or math.inf) and chosen.bops <= (budget.bops or math.inf)
+def _within(model: BudgetedModel, budget: Budget) -> bool:
+    return model.bytes <= (budget.bytes or math.inf) and model.bops <= (budget.bops or math.inf)
 
 
-def _free(calibration: Calibration, config: Config, found: Sensitivity) -> Sensitivity:
+def _free(calibration: Calibration, config: Config, measurement: Sensitivity) -> Sensitivity:
     """Keep the widths that can be chosen under this config: units without pins, and operands that are quantized."""
-    units, known = units_of(calibration, config, calibration.images), {unit.name: unit for unit in found.units}
+    units, known = units_of(calibration, config, calibration.images), {unit.name: unit for unit in measurement.units}
     if not units:
         raise DataError("all sites are pinned, so no width is left to choose: remove the budget or some pins")
-    odd = [name for name, unit in units.items() if known.get(name) != unit]
-    if odd:
-        raise DataError(f"the sensitivity was measured on another model, whose {odd[0]} differs: measure this model")
-    found.check(calibration, config)
-    rows = (row for row in found.rows if row.unit in units)
-    kept = tuple(row for row in rows if getattr(config, f"{row.operand}_bits") != FLOAT_BITS)
-    return replace(found, units=tuple(units.values()), rows=kept)
+    changes = [name for name, unit in units.items() if known.get(name) != unit]
+    if changes:
+        raise DataError(
+            f"the sensitivity was measured on another model, whose {changes[0]} differs: measure this model"
+        )
+    measurement.check(calibration, config)
+    rows = (row for row in measurement.rows if row.unit in units)
+    rows_left = tuple(row for row in rows if getattr(config, f"{row.operand}_bits") != FLOAT_BITS)
+    return replace(measurement, units=tuple(units.values()), rows=rows_left)
 
 
 def _activations(config: Config) -> dict[OperandKind, int]:
@@ -220,21 +222,21 @@ def _bytes_beside(calibration: Calibration) -> float:
     return others + scales + _HEADER_PER_SITE * len(calibration.sites)
 
 
-def _narrowest(found: Sensitivity, fixed: Mapping[OperandKind, int]) -> BitAllocation:
+def _narrowest(measurement: Sensitivity, fixed: Mapping[OperandKind, int]) -> BitAllocation:
     """Return the plan with the fewest bytes and, among plans of equal size, the fewest BOPs."""
-    options = [_options(found, unit, fixed) for unit in found.units]
-    picked = [min(mine, key=lambda each: (each.totals.bytes, each.totals.bops)) for mine in options]
-    return _plan(found, picked)
+    options = [_options(measurement, unit, fixed) for unit in measurement.units]
+    picked = [min(mine, key=lambda option: (option.totals.bytes, option.totals.bops)) for mine in options]
+    return _plan(measurement, picked)
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 
 def choose(
-    found: Sensitivity,
+    measurement: Sensitivity,
     budget: Budget,
     fixed: Mapping[OperandKind, int] | None = None,
-    beside: Totals | None = None,
+    overhead: Totals | None = None,
 ) -> BitAllocation:
     """Return the widths with the least predicted loss within a budget; with a limit of loss, the cheapest widths.
 
@@ -243,32 +245,36 @@ def choose(
     beside: the cost of the model besides the units; it counts towards the limits.
     Raises DataError if no widths meet the budget.
     """
-    fixed, beside = fixed or {}, beside or Totals(0.0, 0.0, 0.0)
-    options = [_options(found, unit, fixed) for unit in found.units]
+    fixed, overhead = fixed or {}, overhead or Totals(0.0, 0.0, 0.0)
+    options = [_options(measurement, unit, fixed) for unit in measurement.units]
     table = _Table(
-        [np.array([[each.totals.loss, each.totals.bytes, each.totals.bops] for each in mine]) for mine in options]
+        [
+            np.array([[option.totals.loss, option.totals.bytes, option.totals.bops] for option in mine])
+            for mine in options
+        ]
     )
-    most = sum(each.max(axis=0) for each in table.costs)
+    most = sum(costs.max(axis=0) for costs in table.costs)
     limits = np.array([limit or math.inf for limit in (budget.loss, budget.bytes, budget.bops)])
-    limits -= [beside.loss, beside.bytes, beside.bops]
+    limits -= [overhead.loss, overhead.bytes, overhead.bops]
     aims = np.array([1.0, 0.0, 0.0] if budget.loss is None else [0.0, *(1 / max(value, 1.0) for value in most[1:])])
-    chosen = table.solve(aims, limits)
-    if chosen is None:
-        least = sum(each.min(axis=0) for each in table.costs)
-        told = zip(("a loss of {:.4g}", "{:,.0f} bytes", "{:,.0f} BOPs"), least, limits, strict=True)
+    choice = table.solve(aims, limits)
+    if choice is None:
+        least = sum(costs.min(axis=0) for costs in table.costs)
+        texts = zip(("a loss of {:.4g}", "{:,.0f} bytes", "{:,.0f} BOPs"), least, limits, strict=True)
         names = [
-            text.format(low + other)
-            for (text, low, limit), other in zip(told, (beside.loss, beside.bytes, beside.bops), strict=True)
+            text.format(low + extra)
+            for (text, low, limit), extra in zip(texts, (overhead.loss, overhead.bytes, overhead.bops), strict=True)
             if limit < math.inf
         ]
         raise DataError(f"no choice of widths meets the budget; each limit alone can be as low as {', '.join(names)}")
-    return _plan(found, [mine[index] for mine, index in zip(options, chosen, strict=True)])
+    return _plan(measurement, [mine[index] for mine, index in zip(options, choice, strict=True)])
 
 
-def _plan(found: Sensitivity, picked: Sequence["_Option"]) -> BitAllocation:
-    loss, size, bops = (sum(getattr(each.totals, name) for each in picked) for name in ("loss", "bytes", "bops"))
+def _plan(measurement: Sensitivity, picked: Sequence["_Option"]) -> BitAllocation:
+    loss, size, bops = (sum(getattr(option.totals, name) for option in picked) for name in ("loss", "bytes", "bops"))
     return BitAllocation(
-        {unit.name: each.bits for unit, each in zip(found.units, picked, strict=True)}, Totals(size, bops, loss)
+        {unit.name: option.bits for unit, option in zip(measurement.units, picked, strict=True)},
+        Totals(size, bops, loss),
     )
 
 
@@ -280,13 +286,13 @@ class _Option:
     totals: Totals
 
 
-def _options(found: Sensitivity, unit: Unit, fixed: Mapping[OperandKind, int]) -> list[_Option]:
+def _options(measurement: Sensitivity, unit: Unit, fixed: Mapping[OperandKind, int]) -> list[_Option]:
     """Return all combinations of widths of a unit's operands."""
-    rows = {(row.operand, row.bits): row for row in found.rows if row.unit == unit.name}
+    rows = {(row.operand, row.bits): row for row in measurement.rows if row.unit == unit.name}
     kinds = [kind for kind in unit.operands if any(operand == kind for operand, _ in rows)]
     widths = [[bits for operand, bits in rows if operand == kind and bits == fixed.get(kind, bits)] for kind in kinds]
-    for kind, known in zip(kinds, widths, strict=True):
-        if not known:
+    for kind, widths_of_kind in zip(kinds, widths, strict=True):
+        if not widths_of_kind:
             raise DataError(
                 f"the loss of {unit.name} with {kind} at {fixed[kind]} bits is missing: measure that width too"
             )
@@ -317,22 +323,22 @@ class _Table:
         all limits. Then exchange options, alone and in pairs, as long as that helps.
         aims, limits: (3,), for loss, bytes and BOPs.
         """
-        found = self._descend(aims, aims, limits)
-        return self._descend(1 / np.maximum(limits, _TINY), aims, limits) if found is None else found
+        choice = self._descend(aims, aims, limits)
+        return self._descend(1 / np.maximum(limits, _TINY), aims, limits) if choice is None else choice
 
     def _descend(self, start: np.ndarray, aims: np.ndarray, limits: np.ndarray) -> list[int] | None:
         """Search as `solve` does, starting from the least sum of costs weighted by `start`."""
-        unit = np.concatenate([np.full(len(each), index) for index, each in enumerate(self.costs)])
+        unit = np.concatenate([np.full(len(costs), index) for index, costs in enumerate(self.costs)])
         costs = np.concatenate(self.costs)
         first = np.cumsum([0, *map(len, self.costs)])[:-1]
         worth = costs @ aims
-        chosen = first + np.array([np.lexsort((each.sum(axis=1), each @ start))[0] for each in self.costs])
+        choice = first + np.array([np.lexsort((costs.sum(axis=1), costs @ start))[0] for costs in self.costs])
 
         def deltas() -> tuple[np.ndarray, np.ndarray]:
-            return worth - worth[chosen][unit], costs - costs[chosen][unit]
+            return worth - worth[choice][unit], costs - costs[choice][unit]
 
         while True:
-            total = costs[chosen].sum(axis=0)
+            total = costs[choice].sum(axis=0)
             excess = np.maximum(total - limits, 0.0)
             if not excess.any():
                 break
@@ -344,25 +350,25 @@ class _Table:
                 return None
             ratio = np.where(allowed, price / np.where(allowed, relief, 1.0), math.inf)
             best = int(ratio.argmin())
-            chosen[unit[best]] = best
-        self._exchange(chosen, unit, deltas, limits, costs)
-        return [int(index - start) for index, start in zip(chosen, first, strict=True)]
+            choice[unit[best]] = best
+        self._exchange(choice, unit, deltas, limits, costs)
+        return [int(index - start) for index, start in zip(choice, first, strict=True)]
 
     def _exchange(
-        self, chosen: np.ndarray, unit: np.ndarray, deltas: Any, limits: np.ndarray, costs: np.ndarray
+        self, choice: np.ndarray, unit: np.ndarray, deltas: Any, limits: np.ndarray, costs: np.ndarray
     ) -> None:
         """Change the options of one or two units at a time within the limits, until no change lowers the cost."""
         for _ in range(_EXCHANGES):
             price, change = deltas()
-            slack = limits - costs[chosen].sum(axis=0)
+            slack = limits - costs[choice].sum(axis=0)
             alone = np.where((change <= slack).all(axis=1), price, math.inf)
             best, gain = [int(alone.argmin())], float(alone.min())
             for index in np.nonzero(price < -_TINY)[0]:
                 fits = (change + change[index] <= slack).all(axis=1) & (unit != unit[index])
-                both = np.where(fits, price + price[index], math.inf)
-                if both.min() < gain:
-                    best, gain = [int(index), int(both.argmin())], float(both.min())
+                prices = np.where(fits, price + price[index], math.inf)
+                if prices.min() < gain:
+                    best, gain = [int(index), int(prices.argmin())], float(prices.min())
             if gain >= -_TINY * max(1.0, abs(float(price.max()))):
                 return
             for option in best:
-                chosen[unit[option]] = option
+                choice[unit[option]] = option

@@ -164,7 +164,9 @@ def cost(program: Program, inputs: Sequence[Tensor | Sequence[int]], *, as_print
     Raises ValueError if the program does not run on such inputs.
     """
     if as_printed:
-        program = replace(program, quantizers={name: each.without_table() for name, each in program.quantizers.items()})
+        program = replace(
+            program, quantizers={name: quantizer.without_table() for name, quantizer in program.quantizers.items()}
+        )
     plain, sources = program.unquantize()
     values = _values(plain, inputs)
     sites = {call.node.name: call for site in (*find_sites(plain), *find_refused(plain)) for call in site.calls}
@@ -180,16 +182,16 @@ def cost(program: Program, inputs: Sequence[Tensor | Sequence[int]], *, as_print
         elif (count := _multiplications(node, values)) > 0:
             role = node.op.removeprefix("aten.").split(".")[0]
             rows.append(CostRow(node.name, role, count, FLOAT_BITS, FLOAT_BITS))
-    table_bytes = sum(each.table_bytes for each in program.quantizers.values())
+    table_bytes = sum(quantizer.table_bytes for quantizer in program.quantizers.values())
     return Cost(tuple(rows), _size_bytes(program), table_bytes, program.float_operations())
 
 
-def _values(program: Program, given: Sequence[Tensor | Sequence[int]]) -> dict[str, Tensor]:
+def _values(program: Program, example: Sequence[Tensor | Sequence[int]]) -> dict[str, Tensor]:
     """Return every tensor of a run on one image by name, with shapes and types but no data."""
     program = program.map_tensors(lambda value: value.to("meta"))
     dtype = next((value.dtype for value in program.tensors.values() if value.is_floating_point()), torch.float32)
-    told = [(each.shape[1:], each.dtype) if isinstance(each, Tensor) else (each, dtype) for each in given]
-    inputs = [torch.empty((1, *shape), dtype=kind, device="meta") for shape, kind in told]
+    kinds = [(value.shape[1:], value.dtype) if isinstance(value, Tensor) else (value, dtype) for value in example]
+    inputs = [torch.empty((1, *shape), dtype=kind, device="meta") for shape, kind in kinds]
     values = {**program.tensors, **dict(zip(program.inputs, inputs, strict=False))}
 
     def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
@@ -199,7 +201,7 @@ def _values(program: Program, given: Sequence[Tensor | Sequence[int]]) -> dict[s
     try:
         program.run(inputs, watch)
     except (ProgramError, TypeError) as cause:
-        sizes = ", ".join(str(tuple(shape)) for shape, _ in told)
+        sizes = ", ".join(str(tuple(shape)) for shape, _ in kinds)
         raise ValueError(
             f"the model does not run on inputs of the shape {sizes} ({cause}): give the shape that the model expects"
         ) from cause
@@ -216,7 +218,7 @@ def _product_rows(
     """
     count = _macs(site, values)
     operands = [quantizers.get(ref.name) for ref in node.args[:2]]
-    left, right = (FLOAT_BITS if each is None else each.multiplied_bits for each in operands)
+    left, right = (FLOAT_BITS if quantizer is None else quantizer.multiplied_bits for quantizer in operands)
     role = "conv" if site.role.startswith("conv") else site.role
     yield CostRow(site.name, role, count, left, right, weight_bytes)
     if any(quantizer is not None and quantizer.shifts_products for quantizer in operands):

@@ -43,8 +43,8 @@ def new_figure(width: float, height: float, title: str) -> "Figure":
 
 def add_legend(figure: "Figure", axis: "Axes", columns: int) -> None:
     """Add a legend of the entries of the panel `axis` below all panels."""
-    shown = axis.get_legend_handles_labels()
-    figure.legend(*shown, loc="outside lower center", ncols=columns, fontsize=TEXT, frameon=False, columnspacing=1.2)
+    handles = axis.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=columns, fontsize=TEXT, frameon=False, columnspacing=1.2)
 
 
 def render(figure: "Figure", form: str, description: str = "") -> bytes:
@@ -56,9 +56,9 @@ def render(figure: "Figure", form: str, description: str = "") -> bytes:
 
     picture = io.BytesIO()
     if form == "svg":
-        told = {"Date": None, "Creator": None, "Description": description or None}
+        metadata = {"Date": None, "Creator": None, "Description": description or None}
         with matplotlib.rc_context({"svg.hashsalt": "adalog"}):  # otherwise ids depend on a random salt
-            figure.savefig(picture, format="svg", dpi=_DPI, metadata=told, facecolor="white")
+            figure.savefig(picture, format="svg", dpi=_DPI, metadata=metadata, facecolor="white")
         return picture.getvalue()
     figure.savefig(picture, format="png", dpi=_DPI, facecolor="white")
     palette = Image.new("P", (1, 1))
@@ -66,8 +66,8 @@ def render(figure: "Figure", form: str, description: str = "") -> bytes:
     text = PngInfo()
     text.add_itxt("Description", description)
     content = io.BytesIO()
-    with Image.open(picture) as drawn:
-        few = drawn.convert("RGB").quantize(palette=palette, dither=Image.Dither.NONE)
+    with Image.open(picture) as image:
+        few = image.convert("RGB").quantize(palette=palette, dither=Image.Dither.NONE)
     few.save(content, "png", optimize=True, pnginfo=text)  # the palette makes the file much smaller
     return content.getvalue()
 

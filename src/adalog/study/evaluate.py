@@ -45,9 +45,14 @@ def batch_on(device: torch.device | str | None, networks: Sequence[Any]) -> int:
     place = torch.device("cpu" if device is None else device)
     if place.type == "cpu":
         return BATCH
-    programs = [found for each in networks if isinstance(found := getattr(each, "quantized", None), QuantizedProgram)]
-    images = [each.one_image() for each in programs if each.example]
-    peaks = [peak_bytes(each.program, trace(each.program, one)) for each, one in zip(programs, images, strict=True)]
+    programs = [
+        program for network in networks if isinstance(program := getattr(network, "quantized", None), QuantizedProgram)
+    ]
+    images = [program.one_image() for program in programs if program.example]
+    peaks = [
+        peak_bytes(program.program, trace(program.program, image))
+        for program, image in zip(programs, images, strict=True)
+    ]
     if not peaks:
         return max(BATCH, images_at_once(place, _BYTES_OF_IMAGE, BATCH))
     return images_at_once(place, max(peaks), BATCH)
@@ -74,10 +79,10 @@ def predict(
     """
 
     @torch.no_grad()  # the setting holds for one thread
-    def run(given: Tensor) -> Tensor:
-        given = given.to(device, non_blocking=True)
-        with full_float32_on(given.device):  # the float model, too: TF32 would change some of its predictions
-            logits = _logits(model(given), len(given))
+    def run(images: Tensor) -> Tensor:
+        images = images.to(device, non_blocking=True)
+        with full_float32_on(images.device):  # the float model, too: TF32 would change some of its predictions
+            logits = _logits(model(images), len(images))
         if bool(logits.isnan().any()):
             raise DataError(
                 f"{type(model).__name__} returned NaN: check its weights, and that the images are normalised"
@@ -98,8 +103,8 @@ def predict(
             progress(done)
 
     with ThreadPoolExecutor(jobs) as pool:
-        for given in images.split(batch) if isinstance(images, Tensor) else images:
-            pending.append(pool.submit(run, given))
+        for inputs in images.split(batch) if isinstance(images, Tensor) else images:
+            pending.append(pool.submit(run, inputs))
             if len(pending) > jobs:
                 collect()
         while pending:
@@ -158,8 +163,8 @@ def in_batches(
     def run_span(name: str) -> T:
         return make(spans[name])
 
-    found = resources.ranks.share(list(spans), run_span, coded=coded, threads=resources.jobs, finished=finish)
-    return list(found.values())
+    results = resources.ranks.share(list(spans), run_span, coded=coded, threads=resources.jobs, finished=finish)
+    return list(results.values())
 
 
 def _logits(output: Any, images: int) -> Tensor:
@@ -192,23 +197,23 @@ class Nearest:
     def __init__(self, support: Tensor, labels: Tensor | Sequence[int]):
         self._labels = torch.as_tensor(labels)
         if not len(support) or self._labels.shape != (len(support),):
-            told = tuple(self._labels.shape)
+            shape = tuple(self._labels.shape)
             raise DataError(
-                f"{len(support)} support features have labels of the shape {told}: give one label for each feature"
+                f"{len(support)} support features have labels of the shape {shape}: give one label for each feature"
             )
         if support.ndim != 2:
-            told = tuple(support.shape)
-            raise DataError(f"features of the shape {told} cannot be compared: the shape must be (images, channels)")
+            shape = tuple(support.shape)
+            raise DataError(f"features of the shape {shape} cannot be compared: the shape must be (images, channels)")
         self._mean = support.double().mean(dim=0)
         self._known = F.normalize(support.double() - self._mean)
 
     @torch.no_grad()  # the setting holds for one thread
     def __call__(self, query: Tensor) -> Tensor:
         """Return the labels (N,) of the images with these features (N, C)."""
-        known = self._known.shape
-        if query.ndim != 2 or known[1] != query.shape[1]:
+        size = self._known.shape
+        if query.ndim != 2 or size[1] != query.shape[1]:
             raise DataError(
-                f"features of the shapes {tuple(known)} and {tuple(query.shape)} cannot be compared: both must "
+                f"features of the shapes {tuple(size)} and {tuple(query.shape)} cannot be compared: both must "
                 "be (images, channels), from the same model"
             )
         nearest = [
@@ -271,8 +276,8 @@ class Tally:
     @staticmethod
     def total(parts: Sequence["Tally"]) -> "Tally":
         """Add up the tallies of disjoint sets of images, in this order."""
-        columns = {each.name: [getattr(part, each.name) for part in parts] for each in fields(Tally)}
-        sums: dict[str, Any] = {name: None if None in each else sum(each) for name, each in columns.items()}
+        columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Tally)}
+        sums: dict[str, Any] = {name: None if None in values else sum(values) for name, values in columns.items()}
         return Tally(**sums)
 
     def score(self) -> Score:
@@ -309,33 +314,35 @@ def tally(answers: Tensor, labels: Tensor | Sequence[int] | None = None, referen
     count = len(answers)
     if not count:
         raise DataError("there are no predictions to evaluate: give predictions for at least one image")
-    known = None if labels is None else torch.as_tensor(labels, device=answers.device)
-    right = None if known is None else _right(answers, known)
-    five = None if known is None or answers.ndim < 2 or answers.shape[1] < 6 else int(_right(answers, known, 5).sum())
+    truth = None if labels is None else torch.as_tensor(labels, device=answers.device)
+    right = None if truth is None else _right(answers, truth)
+    five = None if truth is None or answers.ndim < 2 or answers.shape[1] < 6 else int(_right(answers, truth, 5).sum())
     hits = None if right is None else int(right.sum())
     if reference is None:
         return Tally(count, hits, five)
-    both = answers.ndim == reference.ndim == 2
-    if len(reference) != count or (both and answers.shape != reference.shape):
+    comparable = answers.ndim == reference.ndim == 2
+    if len(reference) != count or (comparable and answers.shape != reference.shape):
         raise DataError(
             f"predictions {tuple(answers.shape)} cannot be compared with full-precision ones {tuple(reference.shape)}: "
             "both must be for the same images and classes"
         )
     agreeing = int((_first(answers) == _first(reference)).sum())
-    kl = count * divergence(reference, answers) if both else None
-    if known is None or right is None:
+    kl = count * divergence(reference, answers) if comparable else None
+    if truth is None or right is None:
         return Tally(count, agreeing=agreeing, kl=kl)
-    before = _right(reference, known)
+    before = _right(reference, truth)
     return Tally(count, hits, five, agreeing, kl, int((before & ~right).sum()), int((right & ~before).sum()))
 
 
 _TALLIES: Codec[list[Tally]] = Codec(
-    lambda tallies: json.dumps([asdict(each) for each in tallies]).encode(),
-    lambda _, content: [Tally(**each) for each in json.loads(content)],
+    lambda tallies: json.dumps([asdict(tally) for tally in tallies]).encode(),
+    lambda _, content: [Tally(**entry) for entry in json.loads(content)],
 )
 _TENSORS: Codec[list[Tensor]] = Codec(
-    lambda tensors: safetensors.torch.save({f"{number:06}": each.contiguous() for number, each in enumerate(tensors)}),
-    lambda _, content: [each for _, each in sorted(safetensors.torch.load(content).items())],
+    lambda tensors: safetensors.torch.save(
+        {f"{number:06}": tensor.contiguous() for number, tensor in enumerate(tensors)}
+    ),
+    lambda _, content: [tensor for _, tensor in sorted(safetensors.torch.load(content).items())],
 )
 
 
@@ -366,13 +373,13 @@ class Contest:
         def evaluate(numbers: range) -> list[Tally]:
             answers = self._run(images(numbers))
             if nearest:
-                answers = [label(each) for label, each in zip(nearest, answers, strict=True)]
+                answers = [label(answer) for label, answer in zip(nearest, answers, strict=True)]
             own = None if labels is None else labels[numbers.start : numbers.stop]
-            return [tally(answers[0], own, *answers[1:]), *(tally(each, own) for each in answers[1:])]
+            return [tally(answers[0], own, *answers[1:]), *(tally(answer, own) for answer in answers[1:])]
 
         after = replace(resources, progress=lambda done, *_: resources.report(before + done, total))
-        found = in_batches(len(images), evaluate, after, batch=self._batch(len(images), resources), coded=_TALLIES)
-        return [Tally.total(column) for column in zip(*found, strict=True)]
+        results = in_batches(len(images), evaluate, after, batch=self._batch(len(images), resources), coded=_TALLIES)
+        return [Tally.total(column) for column in zip(*results, strict=True)]
 
     def _nearest(self, resources: Resources) -> list[Nearest]:
         """Return one classifier per network, made from the network's features of the support images."""
@@ -380,8 +387,8 @@ class Contest:
             return []
         images, labels = self.support
         batch = self._batch(len(images), resources)
-        found = in_batches(len(images), lambda n: self._run(images(n)), resources, batch=batch, coded=_TENSORS)
-        return [Nearest(torch.cat(column), labels) for column in zip(*found, strict=True)]
+        results = in_batches(len(images), lambda n: self._run(images(n)), resources, batch=batch, coded=_TENSORS)
+        return [Nearest(torch.cat(column), labels) for column in zip(*results, strict=True)]
 
     def _batch(self, count: int, resources: Resources) -> int:
         """Return the number of images per batch, the same on all ranks.
@@ -401,11 +408,11 @@ class Contest:
     def _run(self, batch: Tensor) -> list[Tensor]:
         if self.device is not None and self.device.type == "cuda":
             batch = batch.pin_memory()  # in this thread, while another thread uses the GPU
-        found = []
+        results = []
         for network, single in zip(self.networks, self.alone, strict=True):
             with self._turn if single else nullcontext():
-                found.append(predict(network, batch, batch=len(batch), device=self.device))
-        return found
+                results.append(predict(network, batch, batch=len(batch), device=self.device))
+        return results
 
 
 def check_classes(folders: Sequence[str] | None, logits: Tensor, data: str, model: str) -> None:

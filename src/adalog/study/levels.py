@@ -34,12 +34,12 @@ def thresholds_of(quantizer: Quantizer) -> Tensor:
 
     quantizer: a quantizer with one scale.
     """
-    read = quantizer.restore_offset().map(lambda value: value.reshape(()).cpu())
+    quantizer_here = quantizer.restore_offset().map(lambda value: value.reshape(()).cpu())
     levels = quantizer.levels()
     low, high, above = levels[:-1].clone(), levels[1:].clone(), levels[1:]
     for _ in range(64):  # enough for the exponent and the mantissa of a float
         middle = (low + high) / 2
-        reached = read.fake_quantize(middle) >= above
+        reached = quantizer_here.fake_quantize(middle) >= above
         low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
     return high
 
@@ -68,12 +68,16 @@ def histogram_panels(calibration: Calibration, configs: Mapping[str, Config]) ->
         sites = [site for site in sites if site.role in ("linear", "av")]
         for index in dict.fromkeys(int(len(sites) * place) for place in places if sites):
             site = sites[index]
-            found = {
+            operands = {
                 name: calibration.search(config, [site.name])[0].assignment.left for name, config in configs.items()
             }
-            shown = {name: each for name, each in found.items() if each is not None and each.scale.numel() == 1}
+            operands_shown = {
+                name: operand
+                for name, operand in operands.items()
+                if operand is not None and operand.scale.numel() == 1
+            }
             title = f"after {title_of(site.left_source.kind)}: {site.name}"
-            panels.append(Panel(title, shown, -site.left_source.minimum, calibration.operand(site.left)))
+            panels.append(Panel(title, operands_shown, -site.left_source.minimum, calibration.operand(site.left)))
     return panels
 
 

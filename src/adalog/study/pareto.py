@@ -52,17 +52,17 @@ class Point:
     top1: float | None = None
 
 
-def _point_of(name: str, told: Any) -> Point | None:
-    """Return the point that `told`, the JSON of `asdict`, describes; None for None.
+def _point_of(name: str, content: Any) -> Point | None:
+    """Return the point that `content`, the JSON of `asdict`, describes; None for None.
 
     Raises TypeError for anything else.
     """
-    if told is None:
+    if content is None:
         return None
-    point = Point(**told)
-    plain = (point.width, point.loss, *(each for each in (point.agreement, point.top1) if each is not None))
-    good = type(point.chosen) is bool and all(type(each) is int for each in (point.bytes, point.bops))
-    if not good or not all(type(each) in (int, float) for each in plain):
+    point = Point(**content)
+    plain = (point.width, point.loss, *(number for number in (point.agreement, point.top1) if number is not None))
+    good = type(point.chosen) is bool and all(type(number) is int for number in (point.bytes, point.bops))
+    if not good or not all(type(number) in (int, float) for number in plain):
         raise TypeError(f"the point {name!r} has invalid values")
     return point
 
@@ -77,7 +77,7 @@ _POINTS: Codec[Point | None] = Codec(
 def curve(
     calibration: Calibration,
     config: Config,
-    found: Sensitivity,
+    measurement: Sensitivity,
     model: Callable[[Tensor], Any],
     judged: Tensor,
     resources: Resources = SERIAL,
@@ -97,20 +97,20 @@ def curve(
     another model or method.
     """
     check_output(calibration.program)
-    found.check(calibration, config)
-    widths = sorted({row.bits for row in found.rows})
+    measurement.check(calibration, config)
+    widths = sorted({row.bits for row in measurement.rows})
     if len(widths) < 2:
         raise DataError(f"the sensitivity has only rows at {widths[0]} bits: measure two widths or more")
     partial, ranks, alone = resources.partial, resources.ranks, replace(resources, partial=None, progress=None)
-    judge = _CurveEvaluator(found.measure, judged, predict(model, judged, jobs=resources.jobs), labelled, alone)
+    judge = _CurveEvaluator(measurement.measure, judged, predict(model, judged, jobs=resources.jobs), labelled, alone)
     shares = np.linspace(0, 1, count + 1)[1:].tolist()  # the narrowest width leaves no choice
     names = [*(f"{width} bits for all" for width in widths), *(f"budget {share}" for share in shares)]
     lines = None
     if partial is not None:
-        made_of = fingerprint((found.to_json(), count), [("judged", judged), ("expected", judge.expected)])
+        made_of = fingerprint((measurement.to_json(), count), [("judged", judged), ("expected", judge.expected)])
         labels = "" if labelled is None else _fingerprint(*labelled)
-        named = f"{calibration.fingerprint(config)} {made_of} {labels}"
-        lines = FinishedParts(partial, named, "points", ranks.rank).alone()
+        title = f"{calibration.fingerprint(config)} {made_of} {labels}"
+        lines = FinishedParts(partial, title, "points", ranks.rank).alone()
     points: dict[str, Point | None] = {}
     if lines is not None:
         with lines.refusing():
@@ -132,10 +132,10 @@ def curve(
         limits = low.bytes + share * (high.bytes - low.bytes), low.bops + part * (high.bops - low.bops)
         budget = Budget(int(limits[0]) + 1024, limits[1] + 1)
         try:
-            chosen = quantize_within(calibration, config, found, budget, alone, notes=notes)
+            model = quantize_within(calibration, config, measurement, budget, alone, notes=notes)
         except DataError:  # close to the narrowest width, the file's own header may leave no choice
             return None
-        return judge.point(chosen.model, True, width, chosen.bytes, chosen.bops)
+        return judge.point(model.model, True, width, model.bytes, model.bops)
 
     makes: list[Callable[[], Point | None]] = [partial_of(same_width, width) for width in widths]
     makes += [partial_of(within, share) for share in shares]
@@ -178,21 +178,21 @@ class _CurveEvaluator:
     labelled: tuple[PreparedImages, Tensor] | None
     resources: Resources
 
-    def point(self, quantized: QuantizedModel, chosen: bool, width: float, size: int, bops: int) -> Point:
+    def point(self, quantized: QuantizedModel, is_chosen: bool, width: float, size: int, bops: int) -> Point:
         """Evaluate a model and return its point; ranks share its images."""
         runs, _, jobs = quickest(quantized, self.resources.jobs)
 
         def alike(numbers: range) -> tuple[float, float, int]:
-            output, own = (each[numbers.start : numbers.stop] for each in (self.judged, self.expected))
+            output, own = (outputs[numbers.start : numbers.stop] for outputs in (self.judged, self.expected))
             output = predict(runs, output)
             same = tally(output, reference=own).agreeing if self.measure == "kl" else 0
             return *loss_terms(self.measure, own, output), same or 0
 
         resources = replace(self.resources, jobs=jobs)
-        found = in_batches(len(self.judged), alike, resources)
-        error, power, same = (sum(column) for column in zip(*found, strict=True))
+        terms = in_batches(len(self.judged), alike, resources)
+        error, power, same = (sum(column) for column in zip(*terms, strict=True))
         agreement = same / len(self.judged) if self.measure == "kl" else None
-        return Point(chosen, width, size, bops, loss_of(error, power), agreement, self._top1(runs, resources))
+        return Point(is_chosen, width, size, bops, loss_of(error, power), agreement, self._top1(runs, resources))
 
     def _top1(self, runs: Callable[[Tensor], Any], resources: Resources) -> float | None:
         if self.labelled is None:
@@ -207,7 +207,7 @@ class _CurveEvaluator:
 def pareto_figure(points: list[Point], measure: str, name: str) -> "Figure":
     """Draw the loss, and top-1 if known, against the bytes and the BOPs of the models."""
     rows = [("loss", "KL divergence [nats]" if measure == "kl" else measure)]
-    if all(each.top1 is not None for each in points):
+    if all(point.top1 is not None for point in points):
         rows.append(("top1", "top-1 [%]"))
     figure = new_figure(10, 4 * len(rows), f"Widths within budgets: {name}")
     axes = figure.subplots(len(rows), 2, squeeze=False, sharey="row")
@@ -216,10 +216,10 @@ def pareto_figure(points: list[Point], measure: str, name: str) -> "Figure":
         for axis, (field, unit, scale) in zip(
             line, (("bytes", "file [MB]", 1e6), ("bops", "BOPs per image [G]", 1e9)), strict=True
         ):
-            for chosen, kind, style, colour in kinds:
-                mine = sorted((each for each in points if each.chosen == chosen), key=lambda each: each.bytes)
-                across = [getattr(each, field) / scale for each in mine]
-                up = [getattr(each, what) * (100 if what == "top1" else 1) for each in mine]
+            for is_chosen, kind, style, colour in kinds:
+                mine = sorted((point for point in points if point.chosen == is_chosen), key=lambda point: point.bytes)
+                across = [getattr(point, field) / scale for point in mine]
+                up = [getattr(point, what) * (100 if what == "top1" else 1) for point in mine]
                 axis.plot(across, up, style, color=colour, label=kind)
             axis.set_xlabel(unit, fontsize=TEXT)
             axis.grid(alpha=0.3)

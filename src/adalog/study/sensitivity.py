@@ -118,16 +118,18 @@ class Sensitivity:
         }
 
     @staticmethod
-    def from_json(told: Any) -> "Sensitivity":
+    def from_json(content: Any) -> "Sensitivity":
         """Return the sensitivity that `to_json` wrote as JSON. Raises DataError for anything else."""
         with refusal("this is not the JSON of `adalog sensitivity`", "make it with `adalog sensitivity`"):
-            units = tuple(Unit(tuple(UnitSite(**site) for site in unit)) for unit in told["units"])
-            rows = tuple(map(_row, told["rows"]))
-            found = Sensitivity(told["measure"], told["images"], units, rows, told["tensors"], told["choices"])
-            for holds, what in _conditions(found):
+            units = tuple(Unit(tuple(UnitSite(**site) for site in unit)) for unit in content["units"])
+            rows = tuple(map(_row, content["rows"]))
+            result = Sensitivity(
+                content["measure"], content["images"], units, rows, content["tensors"], content["choices"]
+            )
+            for holds, what in _conditions(result):
                 if not holds:
                     raise ValueError(what)
-            return found
+            return result
 
     def check(self, calibration: Calibration, config: Config) -> None:
         """Raise DataError unless these are the rows of this model under this config.
@@ -136,18 +138,20 @@ class Sensitivity:
         """
         own = _digest(calibration.program)
         if self.tensors != own:
-            told = f"whose tensors have the digest {self.tensors[:16]} instead of {own[:16]}"
-            raise DataError(f"the sensitivity was measured on another model, {told}: {_WAY_OUT}")
+            reason = f"whose tensors have the digest {self.tensors[:16]} instead of {own[:16]}"
+            raise DataError(f"the sensitivity was measured on another model, {reason}: {_WAY_OUT}")
         self.check_choices(config)
 
     def check_choices(self, config: Config) -> None:
         """Raise DataError unless the rows are valid under this config, as `check` says."""
         mine = _choices(config)
-        odd = next((name for name in (*mine, *self.choices) if self.choices.get(name) != mine.get(name)), None)
-        if odd is not None:
-            name, given, wanted = (json.dumps(each)[:80] for each in (odd, self.choices.get(odd), mine.get(odd)))
-            told = f"in which {name} is {given} instead of {wanted}"
-            raise DataError(f"the sensitivity was measured with another method, {told}: {_WAY_OUT}")
+        key = next((name for name in (*mine, *self.choices) if self.choices.get(name) != mine.get(name)), None)
+        if key is not None:
+            name, own_value, config_value = (
+                json.dumps(value)[:80] for value in (key, self.choices.get(key), mine.get(key))
+            )
+            reason = f"in which {name} is {own_value} instead of {config_value}"
+            raise DataError(f"the sensitivity was measured with another method, {reason}: {_WAY_OUT}")
 
 
 def _digest(program: Program) -> str:
@@ -161,23 +165,23 @@ def _digest(program: Program) -> str:
 
 def _choices(config: Config) -> dict[str, Any]:
     """Return the settings that rows depend on, as JSON; settings of the search have the prefix "search."."""
-    told = json.loads(replace(config, pinned=(), stages=()).to_json())
+    content = json.loads(replace(config, pinned=(), stages=()).to_json())
     free = {"images", "pinned", "stages", *(f"{kind}_bits" for kind in get_args(OperandKind))}
-    search = {f"search.{name}": value for name, value in told.pop("search").items()}
-    return {name: value for name, value in told.items() if name not in free} | search
+    search = {f"search.{name}": value for name, value in content.pop("search").items()}
+    return {name: value for name, value in content.items() if name not in free} | search
 
 
-def _conditions(found: Sensitivity) -> Iterator[tuple[bool, str]]:
+def _conditions(result: Sensitivity) -> Iterator[tuple[bool, str]]:
     """Yield each condition on the values of a model, with the message for the case that it does not hold."""
-    units = {unit.name: unit for unit in found.units if unit.sites}
-    sites = [site for unit in found.units for site in unit.sites]
-    yield found.measure in get_args(Measure), f"the measure is not one of {', '.join(get_args(Measure))}"
-    yield is_whole(found.images, 1, _MOST), "the number of images is not a positive whole number"
-    named = isinstance(found.tensors, str) and re.fullmatch("[0-9a-f]{64}", found.tensors)
-    yield bool(named), "the digest of the tensors is not 64 hexadecimal digits"
-    yield isinstance(found.choices, dict), "the choices are not an object"
-    yield bool(found.rows), "it has no rows"
-    yield len(units) == len(found.units), "a unit has no sites, or two units have the same name"
+    units = {unit.name: unit for unit in result.units if unit.sites}
+    sites = [site for unit in result.units for site in unit.sites]
+    yield result.measure in get_args(Measure), f"the measure is not one of {', '.join(get_args(Measure))}"
+    yield is_whole(result.images, 1, _MOST), "the number of images is not a positive whole number"
+    has_digest = isinstance(result.tensors, str) and re.fullmatch("[0-9a-f]{64}", result.tensors)
+    yield bool(has_digest), "the digest of the tensors is not 64 hexadecimal digits"
+    yield isinstance(result.choices, dict), "the choices are not an object"
+    yield bool(result.rows), "it has no rows"
+    yield len(units) == len(result.units), "a unit has no sites, or two units have the same name"
     yield all(isinstance(site.site, str) for site in sites), "the name of a site is not text"
     yield (
         all(is_whole(site.macs, 0, _MOST) and is_whole(site.weights, 0, _MOST) for site in sites),
@@ -185,16 +189,16 @@ def _conditions(found: Sensitivity) -> Iterator[tuple[bool, str]]:
     )
     kinds = {kind for site in sites for kind in (site.left, site.right)}
     yield kinds <= set(get_args(OperandKind)), f"an operand is not one of {', '.join(get_args(OperandKind))}"
-    for row in found.rows:
+    for row in result.rows:
         yield row.unit in units and _is_row_of(row, units[row.unit]), f"a row of {row.unit} has invalid values"
-    keys = {(row.unit, row.operand, row.bits) for row in found.rows}
-    yield len(keys) == len(found.rows), "an operand has two losses at one width"
+    keys = {(row.unit, row.operand, row.bits) for row in result.rows}
+    yield len(keys) == len(result.rows), "an operand has two losses at one width"
 
 
 def _is_row_of(row: Row, unit: Unit) -> bool:
     """Return True if a unit can have this row; rounding noise may make a loss slightly negative."""
     good = row.operand in unit.operands and is_whole(row.bits, 2, 8) and -1e-3 <= row.loss <= _MOST
-    return good and len(row.widths) == len(unit.sites) and all(is_whole(each, 0, FLOAT_BITS) for each in row.widths)
+    return good and len(row.widths) == len(unit.sites) and all(is_whole(width, 0, FLOAT_BITS) for width in row.widths)
 
 
 @torch.no_grad()
@@ -245,22 +249,24 @@ def sensitivity(
             report(searches * done // all_, name)
 
         assigned = calibration.assign(choices, replace(resources.named(str(width)), progress=report_search))
-        found = {group.name: assignment for group, assignment in assigned}
-        alone = {key: _alone(calibration, groups[name], found, kind, choices) for key, (name, kind) in missing.items()}
+        assignments = {group.name: assignment for group, assignment in assigned}
+        alone = {
+            key: _alone(calibration, groups[name], assignments, kind, choices) for key, (name, kind) in missing.items()
+        }
 
         def keep_row(
-            key: str, loss: float, own: bool, missing: Any = missing, found: Any = found, width: int = width
+            key: str, loss: float, own: bool, missing: Any = missing, of: Any = assignments, width: int = width
         ) -> None:
             name, kind = missing[key]
-            rows[key] = Row(name, kind, width, loss, _widths(groups[name], found, kind))
+            rows[key] = Row(name, kind, width, loss, _widths(groups[name], of, kind))
             if lines is not None and own:
                 lines.add(key, asdict(rows[key]))
             report(searches + sum(key in rows for key in missing), name)
 
-        judge.losses({key: each for key, each in alone.items() if each}, keep_row, resources)
+        judge.losses({key: changes for key, changes in alone.items() if changes}, keep_row, resources)
     resources.report(total, total)
-    wanted = (rows.get(_key(name, kind, width)) for name, kind in operands for width in widths)
-    about = tuple(units.values()), tuple(row for row in wanted if row is not None)
+    required = (rows.get(_key(name, kind, width)) for name, kind in operands for width in widths)
+    about = tuple(units.values()), tuple(row for row in required if row is not None)
     return Sensitivity(judge.measure, judge.count, *about, _digest(calibration.program), _choices(config))
 
 
@@ -325,14 +331,14 @@ def at_width(config: Config, width: int) -> Config:
 def _alone(
     calibration: Calibration,
     groups: Sequence[SiteGroup],
-    found: Mapping[str, Assignment],
+    assignments: Mapping[str, Assignment],
     kind: OperandKind,
     choices: Config,
 ) -> Assigned:
     """Return the assignments of a unit with one kind of operand quantized; empty if the config leaves it float."""
     assigned = []
     for group in groups:
-        assignment, (left, right) = found[group.name], _kinds(group)
+        assignment, (left, right) = assignments[group.name], _kinds(group)
         mine = replace(
             assignment,
             left=assignment.left if left == kind else None,
@@ -342,7 +348,7 @@ def _alone(
         if right == "weight" and isinstance(choices.search, Search) and choices.search.refit:
             mine = _rescale(calibration.product(group, assignment, choices), mine)
         assigned.append((group, mine))
-    return assigned if any(each.left or each.right for _, each in assigned) else []
+    return assigned if any(assignment.left or assignment.right for _, assignment in assigned) else []
 
 
 def _rescale(product: Product, alone: Assignment) -> Assignment:
@@ -360,12 +366,14 @@ def _rescale(product: Product, alone: Assignment) -> Assignment:
     return replace(alone, right=product.refit(alone.left, wide))
 
 
-def _widths(groups: Sequence[SiteGroup], found: Mapping[str, Assignment], kind: OperandKind) -> tuple[int, ...]:
+def _widths(groups: Sequence[SiteGroup], assignments: Mapping[str, Assignment], kind: OperandKind) -> tuple[int, ...]:
     """Return the bits of this operand's integers in the product of each site; 0 for a site without the operand."""
     widths = []
     for group in groups:
         left, right = _kinds(group)
-        side = found[group.name].left if left == kind else found[group.name].right if right == kind else None
+        side = (
+            assignments[group.name].left if left == kind else assignments[group.name].right if right == kind else None
+        )
         quantizer = side.quantizer if isinstance(side, QuantizedTensor) else side
         widths += [0 if quantizer is None else quantizer.multiplied_bits] * len(group.sites)
     return tuple(widths)
@@ -379,14 +387,14 @@ def _key(name: str, kind: str, width: int) -> str:
     return f"{name} {kind} {width}"
 
 
-def _row(told: Mapping[str, Any]) -> Row:
-    return Row(told["unit"], told["operand"], told["bits"], float(told["loss"]), tuple(told["widths"]))
+def _row(content: Mapping[str, Any]) -> Row:
+    return Row(content["unit"], content["operand"], content["bits"], float(content["loss"]), tuple(content["widths"]))
 
 
 def _row_of(lines: FinishedParts, name: str, units: Mapping[str, Unit]) -> Row:
     with lines.refusing():
-        told = lines.found[name]
-        row = _row(told)
+        content = lines.found[name]
+        row = _row(content)
         if _key(row.unit, row.operand, row.bits) != name or not _is_row_of(row, units[row.unit]):
             raise ValueError(f"the row {name!r} has invalid values")
         return row
@@ -453,23 +461,23 @@ class _ChangeEvaluator:
             return
         names = {*held, *self._outputs}
         batches = self._values.split(self._values.images, _BATCH)
-        known = [each | self._values.compute(each, names) for each in batches]
+        batches_of_values = [batch | self._values.compute(batch, names) for batch in batches]
 
         @torch.no_grad()  # the setting holds for one thread
         def loss(key: str) -> float:
             program, starts = waiting[key]
-            wanted = (*self._values.images, *starts)
+            names = (*self._values.images, *starts)
             error, power = [0.0] * len(self._outputs), [0.0] * len(self._outputs)
-            for values in known:
-                made = self._values.compute({name: values[name] for name in wanted}, self._outputs, program)
+            for values in batches_of_values:
+                starts_hat = self._values.compute({name: values[name] for name in names}, self._outputs, program)
                 for index, name in enumerate(self._outputs):
-                    more = loss_terms(self.measure, values[name], made[name])
+                    more = loss_terms(self.measure, values[name], starts_hat[name])
                     error[index] += more[0]
                     power[index] += more[1]
-            found = sum(map(loss_of, error, power)) / len(error)
-            if not math.isfinite(found):
-                raise DataError(f"{key} bits: the loss is {found}: check whether images have infinite outputs")
-            return found
+            mean = sum(map(loss_of, error, power)) / len(error)
+            if not math.isfinite(mean):
+                raise DataError(f"{key} bits: the loss is {mean}: check whether images have infinite outputs")
+            return mean
 
         resources.ranks.share(list(waiting), loss, threads=resources.jobs, finished=finished)
 
@@ -479,8 +487,8 @@ def read(path: Path) -> Sensitivity:
     with refusal(f"{path} cannot be read", "make it with `adalog sensitivity`"):
         content = path.read_bytes()
     with refusal(f"{path} is not the JSON of `adalog sensitivity`", "make it with `adalog sensitivity`"):
-        told = json.loads(content)
+        record = json.loads(content)
     try:
-        return Sensitivity.from_json(told)
+        return Sensitivity.from_json(record)
     except DataError as cause:
         raise DataError(f"{path}: {cause}") from cause
