@@ -51,20 +51,26 @@ def command(
     if model is None and (checkpoint is not None or no_pretrained):
         raise ValueError("--checkpoint and --no-pretrained apply to the full-precision model: add --model")
     here, missing = executors_here()
-    wanted = list(dict.fromkeys(executor)) if executor else here
-    odd = [name for name in wanted if name not in (FAKE, *EXECUTORS)]
-    if odd:
-        raise ValueError(f"--executor {odd[0]!r} is not one of {', '.join((FAKE, *EXECUTORS))}")
+    executors = list(dict.fromkeys(executor)) if executor else here
+    unknown = [name for name in executors if name not in (FAKE, *EXECUTORS)]
+    if unknown:
+        raise ValueError(f"--executor {unknown[0]!r} is not one of {', '.join((FAKE, *EXECUTORS))}")
     adalog.load(file)  # refuses a wrong file before the full-precision model is loaded
     full = None if model is None else load_model(model, no_pretrained, checkpoint).module
     count = thread_count(threads)
     torch.set_num_threads(count)
     with waiting(f"timing {file}"), naming_file(file, "cannot be timed"):
         rows = bench(
-            lambda: adalog.load(file), wanted, sorted(set(batch or [1])), threads=count, seconds=seconds, full=full
+            lambda: adalog.load(file), executors, sorted(set(batch or [1])), threads=count, seconds=seconds, full=full
         )
     digest = hashlib.sha256(hub.locate(str(file)).read_bytes()).hexdigest()
-    told = {"file": str(file), "sha256": digest, "threads": count, "rows": rows, "absent": {} if executor else missing}
+    result = {
+        "file": str(file),
+        "sha256": digest,
+        "threads": count,
+        "rows": rows,
+        "absent": {} if executor else missing,
+    }
     if json_out != "-":
-        say(*views.times(told))
-    emit_json(told, json_out)
+        say(*views.times(result))
+    emit_json(result, json_out)

@@ -42,19 +42,25 @@ def subject(spec: str, data: Path | None, config: Config, judged: int, setup: Se
     """Load a model, calibrate it on the images that `adalog quantize` would use, and add `judged` held-out images."""
     if not zoo.is_model(spec):
         raise DataError(f"unknown model {spec!r}: give {zoo.KINDS}")
-    given = find_judging(spec, data, config.images_needed, judged, setup.seed)
+    image_sets = find_judging(spec, data, config.images_needed, judged, setup.seed)
     loaded = load_model(spec, setup.no_pretrained, setup.checkpoint)
-    drawn, judging = (
-        (each.load(loaded.rgb_preprocessing, jobs=setup.jobs) if isinstance(each, ImageSet) else each).to(setup.device)
-        for each in given
+    calibration_images, judging = (
+        (images.load(loaded.rgb_preprocessing, jobs=setup.jobs) if isinstance(images, ImageSet) else images).to(
+            setup.device
+        )
+        for images in image_sets
     )
     # `adalog quantize` samples the images of a folder again after loading them. This repeats its order.
-    whole = sample_images(drawn, config.images_needed, setup.seed) if isinstance(given[0], ImageSet) else drawn
-    assert isinstance(whole, Tensor)
+    sampled = (
+        sample_images(calibration_images, config.images_needed, setup.seed)
+        if isinstance(image_sets[0], ImageSet)
+        else calibration_images
+    )
+    assert isinstance(sampled, Tensor)
     calibration = Calibration(
         loaded.module.to(setup.device),
-        whole[: config.images],
-        unlabelled=whole,
+        sampled[: config.images],
+        unlabelled=sampled,
         seed=setup.seed,
         memory=setup.memory,
         sizes="free" if setup.free_sizes else "fixed",
@@ -98,25 +104,25 @@ def quantize(
 
     known: a file written by `adalog sensitivity`; None to measure the sensitivity first.
     """
-    found = None if known is None else sensitivity.read(known)
-    if found is not None and budget.loss is not None:
-        _check_kl(found.measure)
-    about = subject(spec, data, config, judged if found is None else 0, setup)
-    if found is None and budget.loss is not None:
+    measurement = None if known is None else sensitivity.read(known)
+    if measurement is not None and budget.loss is not None:
+        _check_kl(measurement.measure)
+    about = subject(spec, data, config, judged if measurement is None else 0, setup)
+    if measurement is None and budget.loss is not None:
         program = about.calibration.program
         _check_kl(sensitivity.measure_of(program, trace(program, about.calibration.images)))
     partial.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():
-        if found is None:
-            given = {getattr(config, f"{kind}_bits") for kind in get_args(OperandKind)} - {FLOAT_BITS}
+        if measurement is None:
+            own_widths = {getattr(config, f"{kind}_bits") for kind in get_args(OperandKind)} - {FLOAT_BITS}
             alone = partial.with_name(f"{partial.name}.alone")
-            found = measure(about, config, sorted({*sensitivity.WIDTHS, *given}), progress, setup, alone)
+            measurement = measure(about, config, sorted({*sensitivity.WIDTHS, *own_widths}), progress, setup, alone)
         resources = setup.resources(partial, progress, "calibrating", config.bits)
-        chosen = quantize_within(about.calibration, config, found, budget, resources, notes=about.notes)
-    note(describe_plan(chosen, found))
-    widths_of = {name: dict(bits) for name, bits in chosen.plan.widths.items()}
-    plan = {"bytes": chosen.bytes, "bops": chosen.bops, "foretold": chosen.plan.totals.loss, "widths": widths_of}
-    return chosen.model.cpu(), plan
+        model = quantize_within(about.calibration, config, measurement, budget, resources, notes=about.notes)
+    note(describe_plan(model, measurement))
+    widths_of = {name: dict(bits) for name, bits in model.plan.widths.items()}
+    plan = {"bytes": model.bytes, "bops": model.bops, "foretold": model.plan.totals.loss, "widths": widths_of}
+    return model.model.cpu(), plan
 
 
 def _check_kl(measure: Measure) -> None:
@@ -124,10 +130,10 @@ def _check_kl(measure: Measure) -> None:
         raise DataError("--max-kl needs a model that outputs logits: use --budget or --target-bops for this model")
 
 
-def describe_plan(chosen: BudgetedModel, found: Sensitivity) -> str:
+def describe_plan(model: BudgetedModel, measurement: Sensitivity) -> str:
     """Describe a plan in one line of text."""
-    loss = "KL divergence" if found.measure == "kl" else found.measure
+    loss = "KL divergence" if measurement.measure == "kl" else measurement.measure
     return (
-        f"bits chosen on {found.images} images: {chosen.bytes:,} bytes, {chosen.bops:,} BOPs per image, "
-        f"predicted {loss} {chosen.plan.totals.loss:.4g}"
+        f"bits chosen on {measurement.images} images: {model.bytes:,} bytes, {model.bops:,} BOPs per image, "
+        f"predicted {loss} {model.plan.totals.loss:.4g}"
     )

@@ -51,16 +51,16 @@ def command(
         raise ValueError(
             f"--engine {engine!r} or --executor {executor!r} is unknown: `adalog certify --help` lists the names"
         )
-    content, other = artifact.read(file), artifact.read(exported)
+    content, export_content = artifact.read(file), artifact.read(exported)
     quantized = adalog.QuantizedModel(artifact.deserialise(content, str(file)))
     if data is None:
         bundled = bundled_images(file, quantized, images)
         batches, count = iter(bundled.split(_BATCH)), len(bundled)
     else:
-        found = find_images(data)
-        count = len(found) if images is None else images
-        check_count(data, len(found), count)
-        batches = found.select(range(count)).batches(find_preprocessing(file, quantized, None), batch=_BATCH)
+        images_of_folder = find_images(data)
+        count = len(images_of_folder) if images is None else images
+        check_count(data, len(images_of_folder), count)
+        batches = images_of_folder.select(range(count)).batches(find_preprocessing(file, quantized, None), batch=_BATCH)
     with progress_bar() as progress, quiet(), naming_file(exported, "cannot be certified"):
         progress.add_task("images", total=count)
         watch = image_progress(progress)
@@ -73,11 +73,13 @@ def command(
                 watch(done)
 
         digest = hashlib.sha256(content).hexdigest()
-        if export.is_executorch(other):
-            certificate = export.certify_executorch(quantized.quantized, digest, other, counted(), executor=executor)
+        if export.is_executorch(export_content):
+            certificate = export.certify_executorch(
+                quantized.quantized, digest, export_content, counted(), executor=executor
+            )
         else:
             certificate = export.certify(
-                quantized.quantized, digest, other, counted(), engine=engine, executor=executor
+                quantized.quantized, digest, export_content, counted(), engine=engine, executor=executor
             )
     page = f"{certificate.text()}\nprocessor: {processor()}"
     if out is not None:

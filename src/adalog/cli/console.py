@@ -240,23 +240,23 @@ def check_outputs(*paths: Path | str | None, reads: Sequence[Path | str | None] 
     An output must not overwrite a file inside an input folder, except partial files of unfinished runs. Commands call
     this before any long work. None and '-' mean no file.
     """
-    used = {os.path.realpath(path) for path in reads if path is not None}
-    folders = [Path(path) for path in used if Path(path).is_dir()]
+    resolved = {os.path.realpath(path) for path in reads if path is not None}
+    folders = [Path(path) for path in resolved if Path(path).is_dir()]
     for path in paths:
         if path is not None and path != "-":
             files.check_writable(Path(path))
-            if os.path.realpath(path) in used:
+            if os.path.realpath(path) in resolved:
                 raise DataError(f"{path} is also an input or another output of this command: choose another file")
             real = Path(os.path.realpath(path))
             if (
                 real.is_file()
                 and real.suffix != ".partial"
-                and (within := next((each for each in folders if each in real.parents), None))
+                and (within := next((folder for folder in folders if folder in real.parents), None))
             ):
                 raise DataError(
                     f"{path} is a file of the input folder {within}: choose another file, or remove it first"
                 )
-            used.add(os.path.realpath(path))
+            resolved.add(os.path.realpath(path))
 
 
 def partial_of(out: Path, json_out: str | None, resume: bool, reads: Sequence[Path | str | None]) -> Path:
@@ -277,9 +277,11 @@ def check_unfinished(partial: Path, resume: bool) -> None:
 
     A job that its launcher has restarted always resumes. Only rank 0 looks: a late rank would find its new file.
     """
-    left = job().by_first(lambda: list(map(str, _leftovers(partial))))
-    if left and not resume and not job().restarts:
-        raise DataError(f"{left[0]} holds results of an unfinished run: continue it with --resume, or remove the file")
+    leftovers = job().by_first(lambda: list(map(str, _leftovers(partial))))
+    if leftovers and not resume and not job().restarts:
+        raise DataError(
+            f"{leftovers[0]} holds results of an unfinished run: continue it with --resume, or remove the file"
+        )
 
 
 def remove_finished(partial: Path) -> None:

@@ -75,11 +75,11 @@ def command(
     plans = _plan(bits or ",".join(PLAN), methods)
     artifacts = {plan: out / _file_name(*plan) for plan in plans if plan[0].startswith("adalog")}
     page = out / "report.html"
-    written = [out / "levels.png", *artifacts.values(), *([page] if artifacts else [])]
-    check_outputs(*written, json_out)
+    outputs = [out / "levels.png", *artifacts.values(), *([page] if artifacts else [])]
+    check_outputs(*outputs, json_out)
     model, (images, labels) = demo.load_model(), demo.test_images()
     rows: list[dict[str, Any]] = []
-    kept: list[tuple[Path, QuantizedProgram, str | None, Score]] = []
+    results: list[tuple[Path, QuantizedProgram, str | None, Score]] = []
     table = _empty_table()
     with progress_bar() as progress:
         overall = progress.add_task("overall", total=len(plans) + 1)
@@ -99,7 +99,7 @@ def command(
             runs, executor, at_once = quickest(quantized, jobs)
             result = score(predict(runs, images, jobs=at_once), labels, reference)
             if (method, config) in artifacts:
-                kept.append((artifacts[method, config], quantized.quantized, executor, result))
+                results.append((artifacts[method, config], quantized.quantized, executor, result))
                 count = quantized.save(artifacts[method, config])
             else:
                 count = len(artifact.encode(quantized.quantized))
@@ -127,13 +127,13 @@ def command(
             progress.advance(overall)
         progress.update(current, description="drawing the figure")
         files.write_whole(out / "levels.png", _levels(calibration, plans))
-        if kept:
-            files.write_whole(page, _page(*kept[-1], fp32))
+        if results:
+            files.write_whole(page, _page(*results[-1], fp32))
     if json_out != "-":
         say(table)
-        note(printable(f"wrote {', '.join(map(str, written))}"))
-        if kept:
-            note(printable(f"open {page} in a browser for a report on {kept[-1][0].name}"))
+        note(printable(f"wrote {', '.join(map(str, outputs))}"))
+        if results:
+            note(printable(f"open {page} in a browser for a report on {results[-1][0].name}"))
     emit_json({"fp32": {"top1": _value(fp32.top1)}, "rows": rows, "seed": seed}, json_out)
 
 
@@ -152,23 +152,23 @@ def _empty_table() -> Table:
 def _levels(calibration: Calibration, plans: Sequence[tuple[str, Config]]) -> bytes:
     """Draw the figure of the levels as PNG."""
     compared = _configs_of_figure(plans)
-    drawn = level_figure(histogram_panels(calibration, compared), f"Levels at {next(iter(compared.values())).bits}")
-    return render(drawn, "png", HISTOGRAMS)
+    figure = level_figure(histogram_panels(calibration, compared), f"Levels at {next(iter(compared.values())).bits}")
+    return render(figure, "png", HISTOGRAMS)
 
 
 def _page(path: Path, quantized: QuantizedProgram, executor: str | None, result: Score, full: Score) -> bytes:
     """Return the HTML report of an artifact that the demo has evaluated."""
-    judged = {"file": path.name, "executor": executor, "reference": "demo", **dataclasses.asdict(result)}
+    record = {"file": path.name, "executor": executor, "reference": "demo", **dataclasses.asdict(result)}
     subject = examine(path.name, artifact.read(path), quantized, demo.calibration_images()[:_PAGE_IMAGES])
-    return report(subject, evaluation={**judged, "full_precision": dataclasses.asdict(full)})
+    return report(subject, evaluation={**record, "full_precision": dataclasses.asdict(full)})
 
 
 def _plan(bits: str, methods: str | None) -> list[tuple[str, Config]]:
     """Return the methods to compare, each with its config. Raises ValueError for a method outside `METHODS`."""
     names = None if methods is None else methods.split(",")
-    odd = [name for name in names or () if name not in METHODS]
-    if odd:
-        raise ValueError(f"--methods {odd[0]!r} is not a method of the demo: choose from {', '.join(METHODS)}")
+    unknown = [name for name in names or () if name not in METHODS]
+    if unknown:
+        raise ValueError(f"--methods {unknown[0]!r} is not a method of the demo: choose from {', '.join(METHODS)}")
     return [
         (name, Config.preset(width, name)) for width in bits.split(",") for name in names or PLAN.get(width, METHODS)
     ]
@@ -184,8 +184,9 @@ def _calibrate(model: nn.Module, plans: Sequence[tuple[str, Config]], seed: int)
 
 def _configs_of_figure(plans: Sequence[tuple[str, Config]]) -> dict[str, Config]:
     """Return the methods whose levels the figure shows, with their configs: those at the bits with the most methods."""
-    shown = [plan for plan in plans if plan[0] in LEVEL_METHODS] or plans  # a correction does not change the levels
-    widths = [dict(each) for _, each in groupby(shown, key=lambda plan: plan[1].bits)]
+    # A correction does not change the levels.
+    candidates = [plan for plan in plans if plan[0] in LEVEL_METHODS] or plans
+    widths = [dict(of_bits) for _, of_bits in groupby(candidates, key=lambda plan: plan[1].bits)]
     return max(reversed(widths), key=len)
 
 

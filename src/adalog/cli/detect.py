@@ -45,15 +45,20 @@ def command(
     if executor != "native":  # the native executor has its own threads
         torch.set_num_threads(jobs)
     with waiting(f"searching {image}"):
-        (found,) = detector(detector.settings.resizing.batch([picture]))
+        (detections,) = detector(detector.settings.resizing.batch([picture]))
     names, content = detector.settings.names, BytesIO()
-    results = coco.results_of([found], [0], range(len(names)))
-    draw(picture, found, names, score).save(content, FORMATS[out.suffix.lower()])
+    results = coco.results_of([detections], [0], range(len(names)))
+    draw(picture, detections, names, score).save(content, FORMATS[out.suffix.lower()])
     files.write_whole(out, content.getvalue())
     rows = [
-        {"name": names[each["category_id"]], "score": each["score"], "box": each["bbox"], "mask": each["segmentation"]}
-        for each in results
-        if each["score"] >= score
+        {
+            "name": names[entry["category_id"]],
+            "score": entry["score"],
+            "box": entry["bbox"],
+            "mask": entry["segmentation"],
+        }
+        for entry in results
+        if entry["score"] >= score
     ]
     emit_json({"file": str(file), "image": str(image), "drawn": str(out), "objects": rows}, json_out)
     if json_out != "-":

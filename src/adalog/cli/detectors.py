@@ -55,11 +55,11 @@ def parts_asked(model: str, parts: str | None) -> tuple[str, ...] | None:
         if parts is not None:
             raise ValueError(f"--parts applies only to a detector ({zoo.KINDS}), not to {model}: leave it out")
         return None
-    asked = KINDS if parts in (None, "all") else tuple(parts.split(","))
-    odd = [part for part in asked if part not in KINDS]
-    if odd:
-        raise ValueError(f"--parts {odd[0]!r} is unknown: choose from {', '.join(KINDS)}, or give all")
-    return asked
+    names = KINDS if parts in (None, "all") else tuple(parts.split(","))
+    unknown = [part for part in names if part not in KINDS]
+    if unknown:
+        raise ValueError(f"--parts {unknown[0]!r} is unknown: choose from {', '.join(KINDS)}, or give all")
+    return names
 
 
 def check_setup(setup: Setup) -> None:
@@ -104,9 +104,9 @@ def quantize(
     models = models_of(quantized)
     if json_out != "-":
         say(summary(quantized), f"{out}: {size:,} bytes, in {seconds:.1f} s")
-    told = {"file": str(out), "bytes": size, "bits": config.bits, "seconds": round(seconds, 3)}
-    told |= {"calibration_images": count, "quantized": list(parts)}
-    emit_json(told | {"parts": {name: artifact.describe(part.quantized) for name, part in models.items()}}, json_out)
+    record = {"file": str(out), "bytes": size, "bits": config.bits, "seconds": round(seconds, 3)}
+    record |= {"calibration_images": count, "quantized": list(parts)}
+    emit_json(record | {"parts": {name: artifact.describe(part.quantized) for name, part in models.items()}}, json_out)
 
 
 def measure(
@@ -144,9 +144,9 @@ def _prepare(detector: Detector, data: Path | None, counts: Sequence[int], seed:
     if data is None:
         numbers = demo.draw(ends[-1], seed)
         return [[batch for _, batch in demo.batches(numbers[span], 4)] for span in spans]
-    found = find_images(data)
-    check_count(data, len(found), ends[-1], "--images" if len(counts) == 1 else "--images plus --judged")
-    paths = found.sample(ends[-1], seed).paths
+    image_set = find_images(data)
+    check_count(data, len(image_set), ends[-1], "--images" if len(counts) == 1 else "--images plus --judged")
+    paths = image_set.sample(ends[-1], seed).paths
     return [batches_of([read(path) for path in paths[span]], detector.settings.resizing) for span in spans]
 
 
@@ -236,16 +236,20 @@ def evaluate(
 
         @torch.no_grad()  # needed in each thread
         def results_of(numbers: range) -> list[dict[str, Any]]:
-            found = (each for index in numbers for each in detector(resizing.batch([annotated.image(index)])))
-            return coco.results_of(found, annotated.ids[numbers.start : numbers.stop], categories)
+            detections = (
+                batch_of_detections
+                for index in numbers
+                for batch_of_detections in detector(resizing.batch([annotated.image(index)]))
+            )
+            return coco.results_of(detections, annotated.ids[numbers.start : numbers.stop], categories)
 
         at_once = 1 if executor in ("native", "reference") else jobs  # "reference" needs much memory for an image
         resources = Resources(at_once, progress=image_progress(progress), ranks=job())
         by_image = in_batches(len(annotated), results_of, resources, batch=1)
         results = [result for results in by_image for result in results]
         figures = coco.average_precision(annotated.told, results)
-    told = {"file": str(file), "executor": executor, "images": len(annotated), "detections": len(results)}
-    emit_json(told | {name: _number(value) for name, value in figures.items()}, json_out)
+    record = {"file": str(file), "executor": executor, "images": len(annotated), "detections": len(results)}
+    emit_json(record | {name: _number(value) for name, value in figures.items()}, json_out)
     if json_out != "-":
         say(ap_table(f"{len(annotated)} images of {instances}", [("", str(file), figures)]))
 
@@ -259,30 +263,30 @@ def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs:
     with progress_bar() as progress, quiet():
         bar = progress.add_task("drawing scenes", total=(len(configs) + 1) * len(demo.TESTED))
         scenes = [scene(number) for number in demo.TESTED]
-        told = demo.truth(zip(demo.TESTED, scenes, strict=True))
-        drawn = demo.draw(max(each.images_needed for _, each in configs), seed)
-        calibrating = [batch for _, batch in demo.batches(drawn, 4)]
+        truth = demo.truth(zip(demo.TESTED, scenes, strict=True))
+        numbers = demo.draw(max(config.images_needed for _, config in configs), seed)
+        calibrating = [batch for _, batch in demo.batches(numbers, 4)]
 
         def judged(runs: Detector, name: str) -> dict[str, float]:
             progress.update(bar, description=name)
             watch = functools.partial(progress.advance, bar)
-            return coco.average_precision(told, demo.detect(runs, scenes, demo.TESTED, watch))
+            return coco.average_precision(truth, demo.detect(runs, scenes, demo.TESTED, watch))
 
-        whole = judged(detector, "full precision")
+        full = judged(detector, "full precision")
         watch = site_progress(progress, progress.add_task("searching", total=1), "")
         only, resources = [config for _, config in configs], Resources(jobs, progress=watch)
         quantized = quantize_detector(detector, calibrating, only, resources, seed=seed)
-        for (method, config), each in zip(configs, quantized, strict=True):
-            figures = judged(fastest(each, jobs), f"{config.bits} {method}")
+        for (method, config), parts in zip(configs, quantized, strict=True):
+            figures = judged(fastest(parts, jobs), f"{config.bits} {method}")
             rows.append({"bits": config.bits, "method": method, **figures})
     if json_out != "-":
         title = f"The bundled Swin Mask R-CNN, evaluated on {len(scenes)} held-out synthetic scenes"
-        say(ap_table(title, [("fp32", "", whole), *((row["bits"], row["method"], row) for row in rows)]))
+        say(ap_table(title, [("fp32", "", full), *((row["bits"], row["method"], row) for row in rows)]))
     told_rows = [
         {name: _number(value) if isinstance(value, float) else value for name, value in row.items()} for row in rows
     ]
     emit_json(
-        {"fp32": {name: _number(value) for name, value in whole.items()}, "rows": told_rows, "seed": seed}, json_out
+        {"fp32": {name: _number(value) for name, value in full.items()}, "rows": told_rows, "seed": seed}, json_out
     )
 
 

@@ -9,7 +9,7 @@ from adalog.study.doctor import examine
 def command(json_out: JsonOption = None) -> None:
     """Report the installed versions, the executors and kernels that run on this machine, and why others do not."""
     check_outputs(json_out)
-    told = examine()
+    facts = examine()
     if json_out != "-":
-        say(*views.health(told))
-    emit_json(told, json_out)
+        say(*views.health(facts))
+    emit_json(facts, json_out)

@@ -80,7 +80,7 @@ def command(
         checkpoint=checkpoint,
         executor=executor,
         jobs=jobs,
-        refused=[name for name, given in others.items() if given],
+        refused=[name for name, is_given in others.items() if is_given],
         json_out=json_out,
     ):
         return
@@ -88,7 +88,7 @@ def command(
         raise ValueError("--checkpoint and --no-pretrained apply to the full-precision model: add --model")
     if data is None and support is not None:
         raise ValueError("--support needs the images of --data: give both")
-    queries, known = (None, None) if data is None else find_support(data, support)
+    queries, support_images = (None, None) if data is None else find_support(data, support)
     if queries is not None and queries.labels is None and model is None:
         raise DataError(f"{data} has no labels: add them, or give --model to compare with a full-precision model")
     quantized = adalog.load(file)
@@ -104,26 +104,26 @@ def command(
     images, labels = demo.test_images() if queries is None else (queries, queries.labels)
     truth = None if labels is None else torch.as_tensor(labels)
     single = [place.type != "cpu" or (executor == "native" and network is runs) for network in networks]
-    given, nearest = PreparedImages(images, preprocessing), None
-    if known is not None:
-        nearest = PreparedImages(known, preprocessing), torch.tensor(known.labels or ())
+    prepared, nearest = PreparedImages(images, preprocessing), None
+    if support_images is not None:
+        nearest = PreparedImages(support_images, preprocessing), torch.tensor(support_images.labels or ())
     # Before the long work, check on one image that the models accept such images and know all classes.
     last = 0 if truth is None else int(truth.argmax())
     with waiting(f"checking {file}"):
-        tried = [predict(network.to(place), given(range(last, last + 1)), device=place) for network in networks]
+        outputs = [predict(network.to(place), prepared(range(last, last + 1)), device=place) for network in networks]
         folders = None if queries is None else queries.classes
-        if known is None:
-            check_classes(folders, tried[0], str(data), str(file))
-            score(tried[0], None if truth is None else truth[[last]], *tried[1:])
+        if support_images is None:
+            check_classes(folders, outputs[0], str(data), str(file))
+            score(outputs[0], None if truth is None else truth[[last]], *outputs[1:])
     with progress_bar() as progress, quiet():
-        progress.add_task("images", total=len(images) + len(known or ()))
+        progress.add_task("images", total=len(images) + len(support_images or ()))
         resources = Resources(jobs, progress=image_progress(progress), ranks=job())
-        tallies = Contest(networks, single, place, nearest).tallies(given, truth, resources)
+        tallies = Contest(networks, single, place, nearest).tallies(prepared, truth, resources)
     result = tallies[0].score()
     full = None if truth is None or reference is None else tallies[1].score()
-    told = {"file": str(file), "executor": executor, "reference": reference, **dataclasses.asdict(result)}
-    told |= {"full_precision": None if full is None else dataclasses.asdict(full)}
+    record = {"file": str(file), "executor": executor, "reference": reference, **dataclasses.asdict(result)}
+    record |= {"full_precision": None if full is None else dataclasses.asdict(full)}
     sites = artifact.describe(quantized.quantized)["sites"]  # with the SQNR on the calibration images
-    emit_json(told | {"sites": sites}, json_out)
+    emit_json(record | {"sites": sites}, json_out)
     if json_out != "-":
         say(views.judgement(str(file), result, reference, full))

@@ -51,8 +51,8 @@ def command(
     suffix = _SUFFIXES.get(to)
     if suffix is not None and out.suffix != suffix:
         raise DataError(f"{out} does not end in {suffix}, as files for {to} do: give --out NAME{suffix}")
-    beside = _beside(out, form, to)
-    check_outputs(out, beside, json_out, reads=(file,))
+    sidecar = _beside(out, form, to)
+    check_outputs(out, sidecar, json_out, reads=(file,))
     content = artifact.read(file)
     quantized = artifact.deserialise(content, str(file))
     if not Compiled(quantized, "reference").sites:
@@ -61,24 +61,24 @@ def command(
         )
     with waiting(f"exporting {file}"), naming_file(file, "cannot be exported"):
         exported, certificates = _export(quantized, hashlib.sha256(content).hexdigest(), form, to)
-        written = {out: exported}
-        if beside is not None and all(each.passed for each in certificates):
+        contents = {out: exported}
+        if sidecar is not None and all(certificate.passed for certificate in certificates):
             described, further = (
                 export.to_openvino(exported) if to == "openvino" else (exported, export.to_encodings(exported))
             )
-            written = {beside: further, out: described}
-    failures = [failure for each in certificates for failure in each.failures]
+            contents = {sidecar: further, out: described}
+    failures = [failure for certificate in certificates for failure in certificate.failures]
     if failures:
         # OpenVINO may optimize the mixed form differently when it also outputs the values to compare.
         hint = "; --form integer may work" if to == "openvino" and form == "mixed" else ""
         note(f"failed: {out} was not written, because the export differs from the artifact: {failures[0]}{hint}")
         raise typer.Exit(FAILED)
-    for path, bytes_of in written.items():
+    for path, bytes_of in contents.items():
         files.write_whole(path, bytes_of)
     if json_out != "-":
-        say(*(f"{path}: {len(bytes_of):,} bytes" for path, bytes_of in written.items()))
-    told = {"files": {str(path): len(bytes_of) for path, bytes_of in written.items()}, "form": certificates[0].form}
-    emit_json({**told, "certificates": [each.json() for each in certificates]}, json_out)
+        say(*(f"{path}: {len(bytes_of):,} bytes" for path, bytes_of in contents.items()))
+    record = {"files": {str(path): len(bytes_of) for path, bytes_of in contents.items()}, "form": certificates[0].form}
+    emit_json({**record, "certificates": [certificate.json() for certificate in certificates]}, json_out)
 
 
 def _beside(out: Path, form: str, to: str) -> Path | None:
@@ -94,5 +94,5 @@ def _export(quantized: QuantizedProgram, source: str, form: str, to: str) -> tup
         content, certificate = export.export_executorch(quantized, source)
         return content, [certificate]
     engines = ["onnxruntime", *(["openvino"] if to == "openvino" else [])]
-    chosen = next(each for each in export.EVERY_FORM if each == form)
-    return export.export(quantized, source, chosen, engines)
+    kind = next(kind_of_form for kind_of_form in export.EVERY_FORM if kind_of_form == form)
+    return export.export(quantized, source, kind, engines)

@@ -34,10 +34,10 @@ def command(
             raise ValueError(f"--bytes needs an artifact, and {target} is a model: quantize it first")
         loaded = load_model(target, no_pretrained, checkpoint)
         with waiting(f"capturing {target}"):
-            told = zoo.inspect(loaded)
+            facts = zoo.inspect(loaded)
         if json_out != "-":
-            say(views.census_table(told), views.census_lines(told))
-        emit_json(told, json_out)
+            say(views.census_table(facts), views.census_lines(facts))
+        emit_json(facts, json_out)
         return
     refuse_weights(target, no_pretrained, checkpoint)
     content = artifact.read(Path(target))
@@ -45,5 +45,5 @@ def command(
         quantized = artifact.deserialise(content, target)
         sums = f"{views.parts_line(artifact.sizes(content))}; {len(content):,} bytes in total"
         say(views.bytes_table(content) if by_bytes else quantized.summary(), sums)
-    told = artifact.inspect(content, target)
-    emit_json(told | {"tensors": artifact.tensor_sizes(content)} if by_bytes else told, json_out)
+    facts = artifact.inspect(content, target)
+    emit_json(facts | {"tensors": artifact.tensor_sizes(content)} if by_bytes else facts, json_out)

@@ -144,19 +144,19 @@ def read_pinned(text: str) -> tuple[str, int | str]:
 
 def read_size(text: str, option: str = "--memory") -> int:
     """Parse a size such as 2GiB, 1.5GB or 500000000; return the number of bytes."""
-    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?(?:([kKMGT])(i?)B)?", text, re.ASCII)
-    if found is None:
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?(?:([kKMGT])(i?)B)?", text, re.ASCII)
+    if match is None:
         raise ValueError(f"{option} {text!r} is not a size: give one like 2GiB, 1.5GB or 500MB")
-    number, letter, binary = found.groups()
+    number, letter, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(letter.upper()) + 1 if letter else 0))
 
 
 def read_count(text: str, option: str) -> float:
     """Parse a count such as 40G, 1.5M or 500000; return the number."""
-    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([KMGT]?)", text, re.ASCII)
-    if found is None:
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([KMGT]?)", text, re.ASCII)
+    if match is None:
         raise ValueError(f"{option} {text!r} is not a number: give one like 40G, 1.5M or 500000")
-    return float(found[1]) * 1000.0 ** (" KMGT".index(found[2] or " "))
+    return float(match[1]) * 1000.0 ** (" KMGT".index(match[2] or " "))
 
 
 def read_widths(text: str) -> list[int]:

@@ -50,7 +50,9 @@ def _read_names(path: Path) -> list[str]:
     except (OSError, ValueError) as cause:  # ValueError: the bytes are not text, or no file can have this path
         why = getattr(cause, "strerror", None) or "it is not text in UTF-8"
         raise DataError(f"{path} cannot be read: {why}; give a text file with one name per line") from cause
-    odd = [number for number, name in enumerate(names, 1) if not name.strip() or not name.isprintable()]
-    if odd or not names:
-        raise DataError(f"{path}, line {odd[0] if odd else 1}, is not the name of a class: give one name per line")
+    unprintable = [number for number, name in enumerate(names, 1) if not name.strip() or not name.isprintable()]
+    if unprintable or not names:
+        raise DataError(
+            f"{path}, line {unprintable[0] if unprintable else 1}, is not the name of a class: give one name per line"
+        )
     return names

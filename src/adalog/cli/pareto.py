@@ -100,12 +100,12 @@ def command(
     labelled = _labels_of(model, val, about)
     out.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():
-        found = known or budgets.measure(about, config, tried, progress, setup, partial)
+        measurement = known or budgets.measure(about, config, tried, progress, setup, partial)
         resources = setup.resources(partial, progress, "quantizing", "model:")
         points = curve(
             about.calibration,
             config,
-            found,
+            measurement,
             about.loaded.module,
             about.judged,
             resources.named("points"),
@@ -113,13 +113,19 @@ def command(
             count=count,
             notes=about.notes,
         )
-        drawn = pareto_figure(points, found.measure, model)
-        write_file(out, render(drawn, out.suffix[1:], f"{model}: loss against bytes and BOPs"))
-    told = {"model": model, "method": method, "measure": found.measure, "images": found.images, "seed": seed}
-    emit_json(told | {"points": [dataclasses.asdict(each) for each in points]}, json_out)
+        figure = pareto_figure(points, measurement.measure, model)
+        write_file(out, render(figure, out.suffix[1:], f"{model}: loss against bytes and BOPs"))
+    record = {
+        "model": model,
+        "method": method,
+        "measure": measurement.measure,
+        "images": measurement.images,
+        "seed": seed,
+    }
+    emit_json(record | {"points": [dataclasses.asdict(point) for point in points]}, json_out)
     remove_finished(partial)
     if json_out != "-":
-        say(table_of(points, found.measure), str(out))
+        say(table_of(points, measurement.measure), str(out))
 
 
 def _labels_of(
@@ -150,8 +156,8 @@ def table_of(points: list[Point], measure: str) -> Table:
     table = Table(title="Models with the same bits for all operands, and with bits chosen within a budget")
     for column in ("widths", "bytes", "GBOPs", "KL [nats]" if measure == "kl" else measure, "agreement", "top-1"):
         table.add_column(column, justify="left" if column == "widths" else "right")
-    for each in sorted(points, key=lambda each: (each.bytes, each.chosen)):
-        share = [views.percent(value) if value is not None else "" for value in (each.agreement, each.top1)]
-        kind = f"chosen, budget of {each.width:.1f} bits" if each.chosen else f"{each.width} bits for all"
-        table.add_row(kind, f"{each.bytes:,}", f"{each.bops / 1e9:.2f}", f"{each.loss:.3g}", *share)
+    for point in sorted(points, key=lambda point: (point.bytes, point.chosen)):
+        share = [views.percent(value) if value is not None else "" for value in (point.agreement, point.top1)]
+        kind = f"chosen, budget of {point.width:.1f} bits" if point.chosen else f"{point.width} bits for all"
+        table.add_row(kind, f"{point.bytes:,}", f"{point.bops / 1e9:.2f}", f"{point.loss:.3g}", *share)
     return table

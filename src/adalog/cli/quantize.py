@@ -126,48 +126,48 @@ def command(
     )
     if reconstruct_images:
         config = config.with_fitted_images(reconstruct_images)
-    asked = detectors.parts_asked(model, parts)
+    kinds = detectors.parts_asked(model, parts)
     if sensitivity is not None and limits is None:
         raise ValueError("--sensitivity needs a budget: give --budget, --target-bops, --target-fixops or --max-kl")
     if judged != JUDGED and (limits is None or sensitivity is not None):
         raise ValueError("--judged has no effect unless a budget measures its losses now: leave it out")
     partial = partial_of(out, json_out, resume, (source_of(model), checkpoint, sensitivity, data))
     setup = read_setup(no_pretrained, checkpoint, device, seed, threads, memory, free_sizes)
-    if asked is not None:
+    if kinds is not None:
         detectors.check_setup(setup)
         if limits is not None:
             raise ValueError("budgets do not support detectors: give --bits and --parts instead")
-        detectors.quantize(model, data, out, config, asked, setup, partial, json_out)
+        detectors.quantize(model, data, out, config, kinds, setup, partial, json_out)
         return
     start = time.perf_counter()
-    told: dict[str, Any] = {"file": str(out), "method": method}
+    record: dict[str, Any] = {"file": str(out), "method": method}
     if limits is None:
         quantized = _quantize(model, data, config, setup, partial)
     else:
         quantized, plan = budgets.quantize(model, data, config, limits, judged, sensitivity, setup, partial)
-        told |= {"budget": plan}
+        record |= {"budget": plan}
     seconds = time.perf_counter() - start
-    written = setup.ranks.by_first(lambda: quantized.save(out))
+    size = setup.ranks.by_first(lambda: quantized.save(out))
     remove_finished(partial)
     if json_out != "-":
-        say(quantized.summary(), f"{out}: {written:,} bytes, in {seconds:.1f} s")
-    told |= {"bytes": written, "seconds": round(seconds, 3)}
-    emit_json(told | artifact.describe(quantized.quantized), json_out)
+        say(quantized.summary(), f"{out}: {size:,} bytes, in {seconds:.1f} s")
+    record |= {"bytes": size, "seconds": round(seconds, 3)}
+    emit_json(record | artifact.describe(quantized.quantized), json_out)
 
 
 def _quantize(model: str, data: Path | None, config: Config, setup: Setup, partial: Path) -> adalog.QuantizedModel:
     """Quantize the model `model` as `config` says, and return it on the CPU."""
     option = "--images" if config.images_needed == config.images else "--reconstruct-images"
-    given = find_calibration(model, data, config.images_needed, option)
+    source = find_calibration(model, data, config.images_needed, option)
     loaded = load_model(model, setup.no_pretrained, setup.checkpoint)
     partial.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():
         watch = site_progress(progress, progress.add_task("capturing", total=1), config.bits, setup.searches)
-        if isinstance(given, ImageSet):
-            given = given.sample(config.images_needed, setup.seed).load(loaded.rgb_preprocessing, jobs=setup.jobs)
+        if isinstance(source, ImageSet):
+            source = source.sample(config.images_needed, setup.seed).load(loaded.rgb_preprocessing, jobs=setup.jobs)
         quantized = adalog.quantize(
             loaded.module.to(setup.device),
-            given.to(setup.device),
+            source.to(setup.device),
             config,
             seed=setup.seed,
             jobs=setup.searches,

@@ -49,22 +49,22 @@ def command(
     """
     check_outputs(out, json_out, reads=(file, other, data, sensitivity, evaluation, bench))
     if other is not None:
-        given = (
+        options = (
             ("--data", data),
             ("--images", images),
             ("--evaluation", evaluation),
             ("--bench", bench),
             ("--seed", seed or None),
         )
-        odd = [option for option, value in given if value is not None]
-        if odd:
+        names = [option for option, value in options if value is not None]
+        if names:
             raise ValueError(
-                f"{odd[0]} does not apply to a comparison of two artifacts: leave it out, or name one file"
+                f"{names[0]} does not apply to a comparison of two artifacts: leave it out, or name one file"
             )
     paths = [file] if other is None else [file, other]
     contents = [artifact.read(path) for path in paths]
-    loaded = [artifact.deserialise(content, str(path)) for path, content in zip(paths, contents, strict=True)]
-    first = loaded[0]
+    models = [artifact.deserialise(content, str(path)) for path, content in zip(paths, contents, strict=True)]
+    first = models[0]
     losses = None if sensitivity is None else read_sensitivity(sensitivity, first)
     judged = None if evaluation is None else read_evaluation(evaluation, first)
     timed = None if bench is None else read_bench(bench, hashlib.sha256(contents[0]).hexdigest())
@@ -74,8 +74,8 @@ def command(
     with progress_bar() as progress, quiet():
         bar = progress.add_task("examining", total=1 if sample is None else len(sample))
         subjects = [
-            examine(printable(path.name), content, held, sample, lambda done: progress.update(bar, completed=done))
-            for path, content, held in zip(paths, contents, loaded, strict=True)
+            examine(printable(path.name), content, model, sample, lambda done: progress.update(bar, completed=done))
+            for path, content, model in zip(paths, contents, models, strict=True)
         ]
     if other is None:
         page = report(subjects[0], sensitivity=losses, evaluation=judged, bench=timed)

@@ -73,41 +73,41 @@ def command(
     config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # --widths replaces these bits
     partial = partial_of(out, json_out, resume, (source_of(model), checkpoint, data))
     out.parent.mkdir(parents=True, exist_ok=True)
-    given = detectors.parts_asked(model, parts)
-    told: dict[str, Any] = {"model": model, "method": method, "calibration_images": images, "seed": seed}
-    if given is not None:
+    kinds = detectors.parts_asked(model, parts)
+    record: dict[str, Any] = {"model": model, "method": method, "calibration_images": images, "seed": seed}
+    if kinds is not None:
         detectors.check_setup(setup)
-        by_part = detectors.measure(model, data, config, judged, tried, given, setup, partial)
-        told |= {"parts": {name: found.to_json() for name, found in by_part.items()}}
-        tables = [table_of(found, name) for name, found in by_part.items()]
+        by_part = detectors.measure(model, data, config, judged, tried, kinds, setup, partial)
+        record |= {"parts": {name: part_sensitivity.to_json() for name, part_sensitivity in by_part.items()}}
+        tables = [table_of(part_sensitivity, name) for name, part_sensitivity in by_part.items()]
     else:
         about = budgets.subject(model, data, config, judged, setup)
         with progress_bar() as progress, quiet():
-            found = budgets.measure(about, config, tried, progress, setup, partial)
-        told |= found.to_json()
-        tables = [table_of(found, "the model")]
-    emit_json(told, str(out))
+            measurement = budgets.measure(about, config, tried, progress, setup, partial)
+        record |= measurement.to_json()
+        tables = [table_of(measurement, "the model")]
+    emit_json(record, str(out))
     remove_finished(partial)
     if json_out != "-":
         say(*tables, str(out))
-    emit_json(told, json_out)
+    emit_json(record, json_out)
 
 
-def table_of(found: Sensitivity, name: str) -> Table:
+def table_of(measurement: Sensitivity, name: str) -> Table:
     """Return a table with one row per operand and its loss at each width. name: the model or part that was measured."""
-    loss = "KL divergence [nats]" if found.measure == "kl" else found.measure
+    loss = "KL divergence [nats]" if measurement.measure == "kl" else measurement.measure
     table = Table(
-        title=escape(f"Each operand quantized alone: {loss} of the output of {name}, on {found.images} inputs")
+        title=escape(f"Each operand quantized alone: {loss} of the output of {name}, on {measurement.images} inputs")
     )
-    widths = sorted({row.bits for row in found.rows})
+    widths = sorted({row.bits for row in measurement.rows})
     for column in ("site", "operand"):
         table.add_column(column)
     for width in widths:
         table.add_column(f"{width} bits", justify="right")
-    rows = {(row.unit, row.operand, row.bits): row.loss for row in found.rows}
-    for unit in found.units:
+    rows = {(row.unit, row.operand, row.bits): row.loss for row in measurement.rows}
+    for unit in measurement.units:
         for kind in unit.operands:
             losses = (rows.get((unit.name, kind, width)) for width in widths)
             name = unit.name if len(unit.sites) == 1 else f"{unit.name} and {len(unit.sites) - 1} more"
-            table.add_row(escape(name), kind, *("" if each is None else f"{each:.2g}" for each in losses))
+            table.add_row(escape(name), kind, *("" if loss is None else f"{loss:.2g}" for loss in losses))
     return table

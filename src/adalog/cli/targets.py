@@ -50,53 +50,53 @@ def find_calibration(target: str, data: Path | None, count: int, option: str | N
         raise DataError(
             f"{target} has no images of its own: give --data FOLDER with at least {count} images like its training data"
         )
-    given: Tensor | ImageSet
+    images: Tensor | ImageSet
     if data is None:
         few = demo.calibration_images()
-        given = few if count <= len(few) else demo.unlabelled_images()
+        images = few if count <= len(few) else demo.unlabelled_images()
     else:
-        given = find_images(data)
-    check_count(data or target, len(given), count, option)
-    return given
+        images = find_images(data)
+    check_count(data or target, len(images), count, option)
+    return images
 
 
-def check_count(source: Path | str, there: int, count: int, option: str | None = "--images") -> None:
-    """Raise DataError if `count` images are more than the `there` images of `source`.
+def check_count(source: Path | str, available: int, count: int, option: str | None = "--images") -> None:
+    """Raise DataError if `count` images are more than the `available` images of `source`.
 
     option: the option that sets the count; None if --images, --judged and the method set it together.
     """
-    if count > there and option is None:
+    if count > available and option is None:
         raise DataError(
-            f"{source} has only {there} images, but --images, --judged and the method need {count}: lower these "
+            f"{source} has only {available} images, but --images, --judged and the method need {count}: lower these "
             "options, choose a method that needs fewer, or give more images"
         )
-    if count > there:
+    if count > available:
         raise DataError(
-            f"{source} has only {there} images, but {option} is {count}: give {option} {there}, or more images"
+            f"{source} has only {available} images, but {option} is {count}: give {option} {available}, or more images"
         )
 
 
 def find_judging(
-    target: str, data: Path | None, wanted: int, judged: int, seed: int
+    target: str, data: Path | None, needed: int, judged: int, seed: int
 ) -> tuple[Tensor | ImageSet, Tensor | ImageSet]:
-    """Select `wanted` images to calibrate on, and `judged` other images to measure losses on.
+    """Select `needed` images to calibrate on, and `judged` other images to measure losses on.
 
     The former are those that `quantize` selects with the same seed.
     """
-    given = find_calibration(target, data, wanted, None)
-    if isinstance(given, Tensor) and wanted <= len(given) < len(demo.unlabelled_images()):
-        more = demo.unlabelled_images()[len(given) :]
+    images = find_calibration(target, data, needed, None)
+    if isinstance(images, Tensor) and needed <= len(images) < len(demo.unlabelled_images()):
+        more = demo.unlabelled_images()[len(images) :]
         if judged > len(more):
             raise DataError(
                 f"{target} has only {len(more)} images besides the calibration images, but --judged is {judged}: give "
                 f"--judged {len(more)}, or fewer"
             )
-        return given[draw_indices(len(given), wanted, seed)], more[draw_indices(len(more), judged, seed)]
-    given = find_calibration(target, data, wanted + judged, None)
-    drawn = draw_indices(len(given), wanted + judged, seed)
-    if isinstance(given, Tensor):
-        return given[drawn[:wanted]], given[drawn[wanted:]]
-    return given.select(drawn[:wanted].tolist()), given.select(drawn[wanted:].tolist())
+        return images[draw_indices(len(images), needed, seed)], more[draw_indices(len(more), judged, seed)]
+    images = find_calibration(target, data, needed + judged, None)
+    numbers = draw_indices(len(images), needed + judged, seed)
+    if isinstance(images, Tensor):
+        return images[numbers[:needed]], images[numbers[needed:]]
+    return images.select(numbers[:needed].tolist()), images.select(numbers[needed:].tolist())
 
 
 def bundled_images(file: Path, quantized: QuantizedModel, count: int | None) -> Tensor:
@@ -143,25 +143,25 @@ def find_preprocessing(file: Path, quantized: QuantizedModel, loaded: zoo.Loaded
 
     Raises DataError if there is neither, or if either does not fit the artifact's inputs.
     """
-    found: list[tuple[Preprocessing, str]] = []
+    candidates: list[tuple[Preprocessing, str]] = []
     recorded = recorded_preprocessing(file, quantized.provenance)
     if recorded is not None:
-        found.append((recorded, str(file)))
+        candidates.append((recorded, str(file)))
     if loaded is not None and loaded.preprocessing is not None:
-        found.append((loaded.preprocessing, loaded.name))
-    if not found:
+        candidates.append((loaded.preprocessing, loaded.name))
+    if not candidates:
         raise DataError(
             f"{file} does not record how to prepare images: give `adalog evaluate` a --model, or quantize it again"
         )
     inputs = " and ".join(str(tuple(value.shape[1:])) for value in quantized.example)
-    for preprocessing, source in found:
+    for preprocessing, source in candidates:
         prepared = str((3, *preprocessing.size))
         if inputs != prepared:
             raise DataError(
                 f"{file} takes inputs of shape {inputs}, but the preprocessing of {source} outputs {prepared}: "
                 "give the model that the artifact was made from as --model, or quantize it again"
             )
-    return found[0][0]
+    return candidates[0][0]
 
 
 def sample_for(
@@ -169,9 +169,9 @@ def sample_for(
 ) -> Tensor | None:
     """Return images to run an artifact on: from a folder, or bundled ones for the bundled model, or None."""
     if data is not None:
-        found = find_calibration(str(file), data, count)
-        assert isinstance(found, ImageSet)
-        return found.sample(count, seed).load(find_preprocessing(file, quantized, None), jobs=jobs)
+        images = find_calibration(str(file), data, count)
+        assert isinstance(images, ImageSet)
+        return images.sample(count, seed).load(find_preprocessing(file, quantized, None), jobs=jobs)
     stored = quantized.provenance.get("preprocessing")
     if stored is None or find_preprocessing(file, quantized, None) != zoo.DEMO_PREPROCESSING:
         return None

@@ -33,12 +33,12 @@ def command(
     quantized = adalog.load(file)
     model = compile_artifact(file, quantized, "reference")
     if data is None:
-        given = bundled_images(file, quantized, images)
+        tensors = bundled_images(file, quantized, images)
     else:
-        found = find_images(data)
-        check_count(data, len(found), images)
-        given = found.sample(images, seed).load(find_preprocessing(file, quantized, None), jobs=1)
-    content = vectors(model, site, given)
+        image_set = find_images(data)
+        check_count(data, len(image_set), images)
+        tensors = image_set.sample(images, seed).load(find_preprocessing(file, quantized, None), jobs=1)
+    content = vectors(model, site, tensors)
     files.write_folder(out, content)
     sizes = {name: len(value) for name, value in sorted(content.items())}
     if json_out != "-":

@@ -26,8 +26,8 @@ def judgement(name: str, score: Score, reference: str | None, full: Score | None
     lines = [f"{name}, {score.images:,} images"]
     for title, field in (("top-1", "top1"), ("top-5", "top5")):
         if getattr(score, field) is not None:
-            beside = "" if full is None else f", full precision {interval(getattr(full, field))}"
-            lines.append(f"{title} {interval(getattr(score, field))}{beside}")
+            reference_text = "" if full is None else f", full precision {interval(getattr(full, field))}"
+            lines.append(f"{title} {interval(getattr(score, field))}{reference_text}")
     if score.agreement is not None:
         divergence = "" if score.kl is None else f", KL divergence {score.kl:.4g} nats"
         lines.append(f"agreement with full-precision {reference} {percent(score.agreement)}{divergence}")
@@ -39,24 +39,25 @@ def judgement(name: str, score: Score, reference: str | None, full: Score | None
     return "\n".join(lines)
 
 
-def census_table(told: Mapping[str, Any]) -> Table:
+def census_table(facts: Mapping[str, Any]) -> Table:
     """Return a table of the sites that `zoo.inspect` found."""
-    table = Table(title=f"{escape(told['model'])}: {told['parameters']:,} parameters, images {told['images']}")
+    table = Table(title=f"{escape(facts['model'])}: {facts['parameters']:,} parameters, images {facts['images']}")
     for column in ("site", "role", "left", "right", "weight"):
         table.add_column(column, overflow="fold")
-    for row in told["sites"]:
+    for row in facts["sites"]:
         shape = "" if row["shape"] is None else " x ".join(map(str, row["shape"]))
         table.add_row(escape(row["site"]), row["role"], row["left"], row["right"], shape)
     return table
 
 
-def census_lines(told: Mapping[str, Any]) -> str:
+def census_lines(facts: Mapping[str, Any]) -> str:
     """Describe how many sites of each kind there are, which norms do not fold and why, and what stays in float."""
     counts = (
-        f"{told['linears']} linears, {told['convs']} convolutions, {told['qk']} Q K^T, {told['av']} A V, "
-        f"{len(told['other_sites'])} other products; {told['post_gelu']} sites after a GELU, {told['pairs']} norms fold"
+        f"{facts['linears']} linears, {facts['convs']} convolutions, {facts['qk']} Q K^T, {facts['av']} A V, "
+        f"{len(facts['other_sites'])} other products; {facts['post_gelu']} sites after a GELU, "
+        f"{facts['pairs']} norms fold"
     )
-    return "\n".join([counts, *float_lines(told["refusals"], told["float_ops"])])
+    return "\n".join([counts, *float_lines(facts["refusals"], facts["float_ops"])])
 
 
 def methods_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -65,8 +66,8 @@ def methods_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for column in ("method", "source", "choices"):
         table.add_column(column, overflow="fold")
     for row in rows:
-        chosen = ", ".join(f"{name} = {_choice(value)}" for name, value in row["choices"].items())
-        table.add_row(row["name"], escape(row["source"]), escape(chosen))
+        choices = ", ".join(f"{name} = {_choice(value)}" for name, value in row["choices"].items())
+        table.add_row(row["name"], escape(row["source"]), escape(choices))
     return table
 
 
@@ -99,17 +100,17 @@ def bytes_table(content: bytes) -> Table:
     return table
 
 
-def health(told: Mapping[str, Any]) -> list[str | Table]:
+def health(facts: Mapping[str, Any]) -> list[str | Table]:
     """Format the result of `doctor.examine`: versions, the machine, and the kernels."""
-    packages = {name: version for name, version in told["packages"].items() if version is not None}
-    missing = [name for name in told["packages"] if name not in packages]
-    features = "unknown on this system" if told["features"] is None else " ".join(told["features"]) or "none"
-    native = told["native"]
+    packages = {name: version for name, version in facts["packages"].items() if version is not None}
+    missing = [name for name in facts["packages"] if name not in packages]
+    features = "unknown on this system" if facts["features"] is None else " ".join(facts["features"]) or "none"
+    native = facts["native"]
     lines = [
-        f"python {told['python']}, {', '.join(f'{name} {version}' for name, version in packages.items())}",
+        f"python {facts['python']}, {', '.join(f'{name} {version}' for name, version in packages.items())}",
         f"not installed: {', '.join(missing) or 'nothing'}",
-        f"{told['system']}, {told['processor']}, {told['cores']} cores; features for kernels: {features}",
-        f"executors: {', '.join(told['executors'])}",
+        f"{facts['system']}, {facts['processor']}, {facts['cores']} cores; features for kernels: {features}",
+        f"executors: {', '.join(facts['executors'])}",
     ]
     if native["held"] is not None:
         lines.append(f"ADALOG_LEVEL limits the kernels to {native['held']}")
@@ -119,24 +120,24 @@ def health(told: Mapping[str, Any]) -> list[str | Table]:
     for column in ("kernels", "run here"):
         table.add_column(column)
     for name, runs in native["kernels"].items():
-        used = ", used by default" if name == native["level"] else ""
-        table.add_row(name, f"yes{used}" if runs else "no: the processor or the system does not support them")
+        suffix = ", used by default" if name == native["level"] else ""
+        table.add_row(name, f"yes{suffix}" if runs else "no: the processor or the system does not support them")
     return ["\n".join(lines), table]
 
 
-def times(told: Mapping[str, Any]) -> list[str | Table]:
+def times(facts: Mapping[str, Any]) -> list[str | Table]:
     """Format the times of `adalog bench`, one row per batch size and executor, then the missing executors and why."""
-    table = Table(title=f"{escape(told['file'])}, threads: {told['threads']}; median times")
+    table = Table(title=f"{escape(facts['file'])}, threads: {facts['threads']}; median times")
     table.add_column("executor")
     columns = ("batch", "CPU [ms]", "wall [ms]", "images/s", "runs", "weights [MB]", "load [s]")
     for column in columns:
         table.add_column(column, justify="right")
-    for row in told["rows"]:
+    for row in facts["rows"]:
         cells = (row["batch"], f"{row['cpu_ms']:.2f}", f"{row['wall_ms']:.2f}")
         loading = "" if row["load_seconds"] is None else f"{row['load_seconds']:.2f}"
         rest = (f"{row['images_per_second']:.1f}", row["repeats"], f"{row['weight_bytes'] / 1e6:.2f}", loading)
         table.add_row(row["executor"], *map(str, (*cells, *rest)))
-    return [table, *(f"{name} is not available: {why}" for name, why in told["absent"].items())]
+    return [table, *(f"{name} is not available: {why}" for name, why in facts["absent"].items())]
 
 
 def cost_table(title: str, result: Cost) -> Table:

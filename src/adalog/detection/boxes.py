@@ -58,8 +58,8 @@ def encode_boxes(boxes: Tensor, targets: Tensor, stds: Sequence[float]) -> Tenso
         return (x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1
 
     (x, y, width, height), (to_x, to_y, to_width, to_height) = parts(boxes), parts(targets)
-    found = [(to_x - x) / width, (to_y - y) / height, (to_width / width).log(), (to_height / height).log()]
-    return torch.stack(found, dim=-1) / boxes.new_tensor(stds)
+    offsets = [(to_x - x) / width, (to_y - y) / height, (to_width / width).log(), (to_height / height).log()]
+    return torch.stack(offsets, dim=-1) / boxes.new_tensor(stds)
 
 
 def levels(boxes: Tensor, count: int) -> Tensor:
@@ -74,13 +74,13 @@ def regions(maps: Sequence[Tensor], strides: Sequence[int], boxes: Tensor, image
     maps: (N, C, H, W) each, the finest first. images: (boxes,), the index of the image of each box.
     """
     roi_align = extra_module("torchvision.ops", "coco").roi_align
-    found = boxes.new_zeros(len(boxes), maps[0].shape[1], side, side)
+    result = boxes.new_zeros(len(boxes), maps[0].shape[1], side, side)
     which = levels(boxes, len(maps))
     for level, (values, stride) in enumerate(zip(maps, strides, strict=False)):
-        chosen = (which == level).nonzero()[:, 0]
-        rows = torch.cat([images[chosen, None].to(boxes.dtype), boxes[chosen]], dim=1)
-        found[chosen] = roi_align(values, rows, side, spatial_scale=1 / stride, sampling_ratio=0, aligned=True)
-    return found
+        of_level = (which == level).nonzero()[:, 0]
+        rows = torch.cat([images[of_level, None].to(boxes.dtype), boxes[of_level]], dim=1)
+        result[of_level] = roi_align(values, rows, side, spatial_scale=1 / stride, sampling_ratio=0, aligned=True)
+    return result
 
 
 def suppress(boxes: Tensor, scores: Tensor, groups: Tensor, overlap: float, most: int) -> Tensor:
@@ -96,7 +96,7 @@ def paste(masks: Tensor, boxes: Tensor, size: tuple[int, int], threshold: float 
     boxes: (masks, 4), not rounded; a box without area has an empty mask. size: (height, width).
     """
     height, width = size
-    found = torch.zeros(len(masks), height, width, dtype=torch.bool, device=masks.device)
+    result = torch.zeros(len(masks), height, width, dtype=torch.bool, device=masks.device)
     for index, (mask, box) in enumerate(zip(masks, boxes.tolist(), strict=True)):  # each only as large as its box
         x1, y1, x2, y2 = box
         if not (x2 > x1 and y2 > y1):
@@ -109,5 +109,5 @@ def paste(masks: Tensor, boxes: Tensor, size: tuple[int, int], threshold: float 
         y = (torch.arange(top, bottom, device=mask.device, dtype=mask.dtype) + 0.5 - y1) / (y2 - y1) * 2 - 1
         grid = torch.stack([x.expand(len(y), -1), y[:, None].expand(-1, len(x))], dim=2)
         sampled = grid_sample(mask[None, None], grid[None], align_corners=False)[0, 0]
-        found[index, top:bottom, left:right] = sampled >= threshold
-    return found
+        result[index, top:bottom, left:right] = sampled >= threshold
+    return result

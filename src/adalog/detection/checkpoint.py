@@ -15,16 +15,16 @@ def load_parts(parts: Mapping[str, nn.Module], path: Path, spec: str) -> None:
 
     Raises DataError if a name or shape differs from the parts'; the message lists the differences.
     """
-    given = {name: _as_here(name, value) for name, value in read_weights(path).items()}
+    weights = {name: _as_here(name, value) for name, value in read_weights(path).items()}
     names = list(public_names(parts))
     own = {public: parts[part].state_dict()[name] for part, name, public in names}
-    if told := misfit(own, given):
-        raise DataError(f"{path} does not fit {spec}: {told}; use the weights of this detector")
-    for public, value in given.items():
+    if reason := misfit(own, weights):
+        raise DataError(f"{path} does not fit {spec}: {reason}; use the weights of this detector")
+    for public, value in weights.items():
         if public.endswith("relative_position_index") and not torch.equal(value, own[public]):
             raise DataError(f"{path} does not fit {spec}: {public} has another order; use the weights of this detector")
     for part, module in parts.items():
-        module.load_state_dict({name: given[public] for each, name, public in names if each == part})
+        module.load_state_dict({name: weights[public] for kind, name, public in names if kind == part})
 
 
 def public_names(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, str]]:
@@ -34,7 +34,7 @@ def public_names(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, str
         layers = {name: theirs for name, theirs in _layers(kind, module) if name != theirs}
         place = {"box": "roi_head.bbox_head", "mask": "roi_head.mask_head", "rpn": "rpn_head"}.get(kind, kind)
         for name in module.state_dict():
-            layer = max((each for each in layers if name.startswith(f"{each}.")), key=len, default="")
+            layer = max((candidate for candidate in layers if name.startswith(f"{candidate}.")), key=len, default="")
             theirs = layers[layer] + name[len(layer) :] if layer else name
             yield part, name, ".".join(filter(None, [place, stage, theirs]))
 

@@ -65,28 +65,30 @@ def read_annotations(file: Path, folder: Path) -> AnnotatedImages:
     image's size. Boxes without area and crowds are kept, because pycocotools handles them.
     """
     with refusal(f"{file} cannot be read", "give an instances_*.json of COCO"):
-        told = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(told, dict) or not all(
-        isinstance(told.get(key), list) for key in ("images", "annotations", "categories")
+        content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or not all(
+        isinstance(content.get(key), list) for key in ("images", "annotations", "categories")
     ):
         raise DataError(f"{file} lacks images, annotations or categories: give an instances_*.json of COCO")
     with refusal(f"{file} is not in the format of COCO", "correct it"):
         for key in ("images", "categories"):
-            for each in told[key]:
-                if not is_whole(each["id"], 0):
-                    raise DataError(f"{file}, {key}: the id {each['id']!r} is not a whole number; correct it")
-        categories = {str(each["name"]): int(each["id"]) for each in told["categories"]}
-        images = {int(each["id"]): str(each["file_name"]) for each in told["images"]}
+            for entry in content[key]:
+                if not is_whole(entry["id"], 0):
+                    raise DataError(f"{file}, {key}: the id {entry['id']!r} is not a whole number; correct it")
+        categories = {str(category["name"]): int(category["id"]) for category in content["categories"]}
+        images = {int(image["id"]): str(image["file_name"]) for image in content["images"]}
         numbers = set(categories.values())
-        if len(images) < len(told["images"]) or len(numbers) < len(told["categories"]):
+        if len(images) < len(content["images"]) or len(numbers) < len(content["categories"]):
             raise DataError(
                 f"{file} has two images with the same id, or two categories with the same id or name: correct it"
             )
-        sizes = {int(each["id"]): _size_of(file, each) for each in told["images"]}
-        for each in told["annotations"]:
-            _check_annotation(file, each, sizes, numbers)
+        sizes = {int(image["id"]): _size_of(file, image) for image in content["images"]}
+        for annotation in content["annotations"]:
+            _check_annotation(file, annotation, sizes, numbers)
         # pycocotools treats the id 0 as no annotation, and keeps only one annotation per id.
-        told["annotations"] = [{**each, "id": number} for number, each in enumerate(told["annotations"], 1)]
+        content["annotations"] = [
+            {**annotation, "id": number} for number, annotation in enumerate(content["annotations"], 1)
+        ]
     missing = [name for name in images.values() if Path(name).is_absolute() or not (folder / name).is_file()]
     if missing:
         raise DataError(
@@ -95,7 +97,7 @@ def read_annotations(file: Path, folder: Path) -> AnnotatedImages:
     if not images:
         raise DataError(f"{file} lists no images: give a file with images")
     return AnnotatedImages(
-        tuple(folder / name for name in images.values()), tuple(images), tuple(sizes.values()), categories, told
+        tuple(folder / name for name in images.values()), tuple(images), tuple(sizes.values()), categories, content
     )
 
 
@@ -110,21 +112,23 @@ def _size_of(file: Path, image: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _check_annotation(
-    file: Path, each: Mapping[str, Any], sizes: Mapping[int, tuple[int, int]], categories: set[int]
+    file: Path, annotation: Mapping[str, Any], sizes: Mapping[int, tuple[int, int]], categories: set[int]
 ) -> None:
     """Raise DataError for an annotation on which pycocotools would fail. sizes: (height, width) of each image by id."""
-    box, where = each["bbox"], f"{file}, annotation {each['id']}"
+    box, where = annotation["bbox"], f"{file}, annotation {annotation['id']}"
     if len(box) != 4 or not all(map(_is_number, box)) or min(box[2:]) < 0:
         raise DataError(f"{where}: the box {box} is not (x, y, width, height) in finite numbers; correct or remove it")
-    if each["image_id"] not in sizes:
-        raise DataError(f"{where}: image {each['image_id']} is not in the file; add it, or remove the annotation")
-    if each["category_id"] not in categories:
-        raise DataError(f"{where}: category {each['category_id']} is not in the file; add it, or remove the annotation")
-    if not _is_number(each.get("area")) or each["area"] < 0:
-        raise DataError(f"{where}: the area {each.get('area')!r} is not a number of pixels; correct or remove it")
-    if type(each.get("iscrowd")) not in (int, bool) or each["iscrowd"] not in (0, 1):
-        raise DataError(f"{where}: iscrowd is {each.get('iscrowd')!r}; give 0 for one object, 1 for a crowd")
-    outline, size = each.get("segmentation"), sizes[each["image_id"]]
+    if annotation["image_id"] not in sizes:
+        raise DataError(f"{where}: image {annotation['image_id']} is not in the file; add it, or remove the annotation")
+    if annotation["category_id"] not in categories:
+        raise DataError(
+            f"{where}: category {annotation['category_id']} is not in the file; add it, or remove the annotation"
+        )
+    if not _is_number(annotation.get("area")) or annotation["area"] < 0:
+        raise DataError(f"{where}: the area {annotation.get('area')!r} is not a number of pixels; correct or remove it")
+    if type(annotation.get("iscrowd")) not in (int, bool) or annotation["iscrowd"] not in (0, 1):
+        raise DataError(f"{where}: iscrowd is {annotation.get('iscrowd')!r}; give 0 for one object, 1 for a crowd")
+    outline, size = annotation.get("segmentation"), sizes[annotation["image_id"]]
     if not (_are_polygons(outline) if isinstance(outline, list) else _is_mask(outline, size)):
         raise DataError(
             f"{where}: its segmentation is neither polygons of three points or more nor a mask of {size[1]} x "
@@ -139,8 +143,8 @@ def _is_number(value: Any) -> bool:
 def _are_polygons(outline: Sequence[Any]) -> bool:
     """Return True for a list of at least one polygon, each a flat list of x and y of at least three points."""
     return bool(outline) and all(
-        isinstance(each, list) and len(each) >= 6 and len(each) % 2 == 0 and all(map(_is_number, each))
-        for each in outline
+        isinstance(polygon, list) and len(polygon) >= 6 and len(polygon) % 2 == 0 and all(map(_is_number, polygon))
+        for polygon in outline
     )
 
 
@@ -156,7 +160,7 @@ def _is_mask(outline: Any, size: tuple[int, int]) -> bool:
         return all(is_whole(run, 0) for run in runs) and sum(runs) == math.prod(size)
     if not isinstance(runs, str) or not runs:
         return False
-    pieces = [ord(each) - ord("0") for each in runs]
+    pieces = [ord(letter) - ord("0") for letter in runs]
     return all(0 <= piece < 64 for piece in pieces) and pieces[-1] < 32
 
 
@@ -165,12 +169,18 @@ def results_of(detections: Iterable[Detections], ids: Sequence[int], categories:
 
     ids: COCO's id of each image. categories: COCO's id of each label, or -1 to leave out its detections.
     """
-    found = []
-    for number, each in zip(ids, detections, strict=True):
-        boxes = each.boxes.double()
+    results = []
+    for number, detection in zip(ids, detections, strict=True):
+        boxes = detection.boxes.double()
         boxes = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1)
-        rows = zip(boxes.tolist(), each.scores.tolist(), each.labels.tolist(), each.masks.cpu().numpy(), strict=True)
-        found += [
+        rows = zip(
+            boxes.tolist(),
+            detection.scores.tolist(),
+            detection.labels.tolist(),
+            detection.masks.cpu().numpy(),
+            strict=True,
+        )
+        results += [
             {
                 "image_id": number,
                 "category_id": categories[label],
@@ -181,7 +191,7 @@ def results_of(detections: Iterable[Detections], ids: Sequence[int], categories:
             for box, score, label, mask in rows
             if categories[label] >= 0
         ]
-    return found
+    return results
 
 
 def encoded_mask(mask: np.ndarray) -> dict[str, Any]:
@@ -201,33 +211,33 @@ def categories_of(names: Sequence[str], annotated: AnnotatedImages) -> list[int]
     return [annotated.categories.get(name, -1) for name in names]
 
 
-def average_precision(told: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def average_precision(content: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Compute COCO's average precision of boxes and masks with pycocotools, from 0 to 1.
 
     Keys: box_ap, box_ap50, box_ap75, box_ap_small, box_ap_medium, box_ap_large, and the same with mask_. A figure
     without annotated objects is NaN.
     """
-    found: dict[str, float] = {}
-    evaluations = {kind: _evaluate(told, results, kind) for kind in ("bbox", "segm")}
+    precisions: dict[str, float] = {}
+    evaluations = {kind: _evaluate(content, results, kind) for kind in ("bbox", "segm")}
     for word, kind in (("box", "bbox"), ("mask", "segm")):
         figures = evaluations[kind]
-        found |= {f"{word}_{name}": value for name, value in zip(FIGURES, figures, strict=True)}
-    return found
+        precisions |= {f"{word}_{name}": value for name, value in zip(FIGURES, figures, strict=True)}
+    return precisions
 
 
-def _evaluate(told: Mapping[str, Any], results: Sequence[Mapping[str, Any]], kind: str) -> list[float]:
+def _evaluate(content: Mapping[str, Any], results: Sequence[Mapping[str, Any]], kind: str) -> list[float]:
     dataset, evaluation = extra_module("pycocotools.coco", "coco"), extra_module("pycocotools.cocoeval", "coco")
     with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
         truth = dataset.COCO()
-        truth.dataset = {"info": {}, **told}
+        truth.dataset = {"info": {}, **content}
         truth.createIndex()
         if results:
-            found = truth.loadRes([dict(each) for each in results])
+            detections = truth.loadRes([dict(result) for result in results])
         else:  # loadRes does not accept an empty list
-            found = dataset.COCO()
-            found.dataset = {**truth.dataset, "annotations": []}
-            found.createIndex()
-        judged = evaluation.COCOeval(truth, found, kind)
+            detections = dataset.COCO()
+            detections.dataset = {**truth.dataset, "annotations": []}
+            detections.createIndex()
+        judged = evaluation.COCOeval(truth, detections, kind)
         judged.evaluate()
         judged.accumulate()
         judged.summarize()
@@ -238,9 +248,9 @@ def annotations_of(
     masks: Tensor | np.ndarray, boxes: np.ndarray, labels: Sequence[int], image: int, first: int
 ) -> list[dict[str, Any]]:
     """Return the objects of one image as COCO annotations with ids from `first`; categories are labels + 1."""
-    found = []
+    annotations = []
     for number, (mask, box, label) in enumerate(zip(masks, boxes.tolist(), labels, strict=True)):
-        found.append(
+        annotations.append(
             {
                 "id": first + number,
                 "image_id": image,
@@ -251,4 +261,4 @@ def annotations_of(
                 "segmentation": encoded_mask(np.asarray(mask)),
             }
         )
-    return found
+    return annotations

@@ -48,19 +48,23 @@ class Settings:
     @staticmethod
     def from_json(fields: Any) -> "Settings":
         """Return the settings that `to_json` described. Raises ValueError for other fields or values."""
-        known = {each.name: each for each in dataclasses.fields(Settings)}
-        if not isinstance(fields, dict) or fields.keys() != known.keys():
-            raise ValueError(f"the settings of a detector must be {', '.join(known)}")
-        given = dict(fields)
-        names, resizing = given.pop("names"), given.pop("resizing")
+        known_fields = {field.name: field for field in dataclasses.fields(Settings)}
+        if not isinstance(fields, dict) or fields.keys() != known_fields.keys():
+            raise ValueError(f"the settings of a detector must be {', '.join(known_fields)}")
+        values = dict(fields)
+        names, resizing = values.pop("names"), values.pop("resizing")
         if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):
             raise ValueError("the names of a detector's classes are not a list of texts")
-        for name, value in given.items():
-            whole = isinstance(known[name].default, int)
-            good = type(value) is int if whole else type(value) in (int, float) and math.isfinite(value)
-            if not good or not 0 <= value <= (100_000 if whole else 1000) or (name == "stages" and value not in (1, 3)):
+        for name, value in values.items():
+            is_count = isinstance(known_fields[name].default, int)
+            good = type(value) is int if is_count else type(value) in (int, float) and math.isfinite(value)
+            if (
+                not good
+                or not 0 <= value <= (100_000 if is_count else 1000)
+                or (name == "stages" and value not in (1, 3))
+            ):
                 raise ValueError(f"{name} = {value!r} is not a valid setting of a detector")
-        return Settings(tuple(names), **given, resizing=Resizing.from_json(resizing))
+        return Settings(tuple(names), **values, resizing=Resizing.from_json(resizing))
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,10 @@ class Detector:
             for kind in KINDS[3:]
             for stage in range(settings.stages)
         ]
-        wanted = [*KINDS[:3], *heads]
-        if list(parts) != wanted:
+        names = [*KINDS[:3], *heads]
+        if list(parts) != names:
             raise DataError(
-                f"a detector with {settings.stages} stages needs the parts {', '.join(wanted)}, got {', '.join(parts)}"
+                f"a detector with {settings.stages} stages needs the parts {', '.join(names)}, got {', '.join(parts)}"
             )
         self.parts, self.settings = dict(parts), settings
 
@@ -104,24 +108,24 @@ class Detector:
     def __call__(self, batch: Batch) -> list[Detections]:
         """Detect the objects in each image of a batch."""
         maps = self.parts["neck"](*self.parts["backbone"](batch.images))
-        found = self.parts["rpn"](*maps)
+        outputs = self.parts["rpn"](*maps)
         results = []
         for index, size in enumerate(batch.sizes):
             mine = [value[index : index + 1] for value in maps]
-            proposals = self.proposals([value[index] for value in found], size)
+            proposals = self.proposals([value[index] for value in outputs], size)
             boxes, scores, labels = self.boxes(mine, proposals, size, batch.factors[index])
             masks = self.masks(mine, boxes, labels, batch.factors[index], batch.originals[index])
             results.append(Detections(boxes, scores, labels, masks))
         return results
 
-    def proposals(self, found: Sequence[Tensor], size: tuple[int, int]) -> Tensor:
+    def proposals(self, outputs: Sequence[Tensor], size: tuple[int, int]) -> Tensor:
         """Return the regions of one image that may contain objects, the most likely first: (n, 4).
 
         found: outputs of the part "rpn" without the image axis. size: (height, width) without padding.
         """
         settings = self.settings
         boxes, scores, which = [], [], []
-        for level, (logits, offsets) in enumerate(zip(found[:LEVELS], found[LEVELS:], strict=True)):
+        for level, (logits, offsets) in enumerate(zip(outputs[:LEVELS], outputs[LEVELS:], strict=True)):
             likely, order = (
                 in_order_of_anchors(logits, 1)[:, 0].sigmoid().nan_to_num(-1).sort(descending=True, stable=True)
             )
@@ -132,8 +136,8 @@ class Detector:
             scores.append(likely[: settings.proposals])
             which.append(torch.full_like(order, level))
         every, likely, levels = torch.cat(boxes), torch.cat(scores), torch.cat(which)
-        kept = (_area(every) > 0) & (likely >= 0)
-        every, likely, levels = every[kept], likely[kept], levels[kept]
+        valid = (_area(every) > 0) & (likely >= 0)
+        every, likely, levels = every[valid], likely[valid], levels[valid]
         return every[suppress(every, likely, levels, settings.proposal_overlap, settings.proposals)]
 
     def boxes(
@@ -149,16 +153,16 @@ class Detector:
         total, rois = torch.zeros((), device=proposals.device), proposals
         for stage, (head, stds) in enumerate(zip(heads, STDS, strict=False)):
             logits, offsets = head(self.read(maps, rois, BOX_SIDE))
-            moved = decode_boxes(rois[:, None], offsets.unflatten(1, (-1, 4)), stds, size)  # (R, classes, 4)
+            candidates = decode_boxes(rois[:, None], offsets.unflatten(1, (-1, 4)), stds, size)  # (R, classes, 4)
             total = total + logits
             if stage < len(heads) - 1:
-                rois = moved[torch.arange(len(moved)), logits[:, :-1].argmax(1)]
+                rois = candidates[torch.arange(len(candidates)), logits[:, :-1].argmax(1)]
         scores = (total / len(heads)).softmax(1)[:, :-1]
-        moved = moved / factors
-        rows, labels = ((scores > settings.score) & (_area(moved) >= 0)).nonzero(as_tuple=True)
-        found, sure = moved[rows, labels], scores[rows, labels]
-        kept = suppress(found, sure, labels, settings.overlap, settings.most)
-        return found[kept], sure[kept], labels[kept]
+        candidates = candidates / factors
+        rows, labels = ((scores > settings.score) & (_area(candidates) >= 0)).nonzero(as_tuple=True)
+        best, sure = candidates[rows, labels], scores[rows, labels]
+        survivors = suppress(best, sure, labels, settings.overlap, settings.most)
+        return best[survivors], sure[survivors], labels[survivors]
 
     def masks(
         self, maps: Sequence[Tensor], boxes: Tensor, labels: Tensor, factors: Tensor, original: tuple[int, int]
@@ -166,8 +170,8 @@ class Detector:
         """Return the masks of one image's boxes: (n, height, width) of bool. original: (height, width) of the image."""
         if not len(boxes):
             return torch.zeros(0, *original, dtype=torch.bool, device=boxes.device)
-        given, heads = self.read(maps, boxes * factors, MASK_SIDE), self.heads("mask")
-        likely = torch.stack([head(given).sigmoid() for head in heads]).mean(0)
+        features, heads = self.read(maps, boxes * factors, MASK_SIDE), self.heads("mask")
+        likely = torch.stack([head(features).sigmoid() for head in heads]).mean(0)
         return paste(likely[torch.arange(len(likely)), labels], boxes, original, self.settings.mask)
 
     def read(self, maps: Sequence[Tensor], boxes: Tensor, side: int) -> Tensor:
@@ -181,9 +185,9 @@ class Detector:
             yield from self(batch)
 
 
-def in_order_of_anchors(values: Tensor, each: int) -> Tensor:
+def in_order_of_anchors(values: Tensor, values_per_box: int) -> Tensor:
     """Rearrange (A * each, H, W) to (H * W * A, each), the order of the anchors."""
-    return values.permute(1, 2, 0).reshape(-1, each)
+    return values.permute(1, 2, 0).reshape(-1, values_per_box)
 
 
 def _area(boxes: Tensor) -> Tensor:

@@ -11,34 +11,34 @@ from adalog.detection.detector import Detections
 _SHARE = 0.45  # opacity of masks
 
 
-def draw(image: Image.Image, found: Detections, names: Sequence[str], least: float = 0.3) -> Image.Image:
+def draw(image: Image.Image, detections: Detections, names: Sequence[str], least: float = 0.3) -> Image.Image:
     """Return a copy of an RGB image with the detections of at least the score `least`, the highest on top.
 
     names: names of the classes. Each class has its own colour; lines and letters grow with the image.
     """
     pixels = np.asarray(image).astype(np.float32)
-    shown = [index for index in range(len(found)) if float(found.scores[index]) >= least]
-    for index in reversed(shown):
-        mask, colour = found.masks[index].cpu().numpy(), colour_of(int(found.labels[index]))
+    indices = [index for index in range(len(detections)) if float(detections.scores[index]) >= least]
+    for index in reversed(indices):
+        mask, colour = detections.masks[index].cpu().numpy(), colour_of(int(detections.labels[index]))
         pixels[mask] += _SHARE * (np.array(colour, np.float32) - pixels[mask])
     result = Image.fromarray(pixels.round().clip(0, 255).astype(np.uint8))
     canvas, line = ImageDraw.Draw(result), max(1, round(min(image.size) / 250))
     font = ImageFont.load_default(max(10, round(min(image.size) / 35)))
-    taken: list[tuple[float, float, float, float]] = []
-    for index in reversed(shown):
-        box = [float(side) for side in found.boxes[index]]
-        canvas.rectangle(box, outline=colour_of(int(found.labels[index])), width=line)
-    for index in shown:  # names come last, so that no box hides them; each moves down until it covers no other
-        box, colour = found.boxes[index].tolist(), colour_of(int(found.labels[index]))
-        text = f"{names[int(found.labels[index])]} {float(found.scores[index]):.2f}"
+    labels: list[tuple[float, float, float, float]] = []
+    for index in reversed(indices):
+        box = [float(side) for side in detections.boxes[index]]
+        canvas.rectangle(box, outline=colour_of(int(detections.labels[index])), width=line)
+    for index in indices:  # names come last, so that no box hides them; each moves down until it covers no other
+        box, colour = detections.boxes[index].tolist(), colour_of(int(detections.labels[index]))
+        text = f"{names[int(detections.labels[index])]} {float(detections.scores[index]):.2f}"
         left, top, right, bottom = canvas.textbbox((0, 0), text, font=font)
         width, height = right - left + 2 * line + 2, bottom - top + 2 * line + 2
         x = min(max(box[0], 0), max(0, image.width - width))
         y = box[1] - height if box[1] >= height else box[1]
         y = min(max(y, 0), max(0, image.height - height))
-        while y + height <= image.height and any(_meet((x, y, x + width, y + height), other) for other in taken):
+        while y + height <= image.height and any(_meet((x, y, x + width, y + height), label) for label in labels):
             y += height
-        taken.append((x, y, x + width, y + height))
+        labels.append((x, y, x + width, y + height))
         canvas.rectangle((x, y, x + width, y + height), fill=colour)
         light = 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > 140
         canvas.text((x + line + 1 - left, y + line + 1 - top), text, fill="black" if light else "white", font=font)
@@ -52,5 +52,5 @@ def colour_of(label: int) -> tuple[int, int, int]:
     return round(red * 255), round(green * 255), round(blue * 255)
 
 
-def _meet(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def _meet(first: tuple[float, float, float, float], second: tuple[float, float, float, float]) -> bool:
+    return first[0] < second[2] and second[0] < first[2] and first[1] < second[3] and second[1] < first[3]

@@ -60,16 +60,20 @@ class Resizing:
             raise ValueError(f"mean = {self.mean} and std = {self.std} are not three numbers each, with a positive std")
 
     @staticmethod
-    def from_json(given: Any) -> "Resizing":
+    def from_json(content: Any) -> "Resizing":
         """Return the resizing that `dataclasses.asdict` described. Raises ValueError for anything else."""
-        if not isinstance(given, dict) or given.keys() != {each.name for each in fields(Resizing)}:
+        if not isinstance(content, dict) or content.keys() != {field.name for field in fields(Resizing)}:
             raise ValueError("the resizing of a detector has missing or unknown fields")
-        if not all(type(given[name]) is int for name in ("short", "long", "divisor")):
+        if not all(type(content[name]) is int for name in ("short", "long", "divisor")):
             raise ValueError("short, long and divisor of a detector's resizing are not whole numbers")
-        triples = [given[name] for name in ("mean", "std")]
-        if not all(isinstance(each, (list, tuple)) and all(type(x) in (int, float) for x in each) for each in triples):
+        triples = [content[name] for name in ("mean", "std")]
+        if not all(
+            isinstance(triple, (list, tuple)) and all(type(x) in (int, float) for x in triple) for triple in triples
+        ):
             raise ValueError("mean and std of a detector's resizing are not lists of numbers")
-        return Resizing(given["short"], given["long"], tuple(given["mean"]), tuple(given["std"]), given["divisor"])
+        return Resizing(
+            content["short"], content["long"], tuple(content["mean"]), tuple(content["std"]), content["divisor"]
+        )
 
     def size_of(self, height: int, width: int) -> tuple[int, int]:
         """Return (height, width) after resizing, rounded to the nearest integer."""
@@ -82,7 +86,7 @@ class Resizing:
         size = self.size_of(image.height, image.width)
         if size != (image.height, image.width):
             pixels = F.interpolate(pixels, size, mode="bilinear", align_corners=False).round().clamp(0, 255)
-        mean, std = (torch.tensor(each).view(3, 1, 1) for each in (self.mean, self.std))
+        mean, std = (torch.tensor(triple).view(3, 1, 1) for triple in (self.mean, self.std))
         return (pixels[0] / 255 - mean) / std
 
     def batch(self, images: Sequence[Image.Image], size: tuple[int, int] | None = None) -> Batch:
@@ -90,16 +94,16 @@ class Resizing:
         values = [self.resize(image) for image in images]
         sizes = tuple((value.shape[1], value.shape[2]) for value in values)
         height, width = size or self.pad_size(sizes)
-        whole = torch.zeros(len(values), 3, height, width)
-        for place, value in zip(whole, values, strict=True):
+        padded = torch.zeros(len(values), 3, height, width)
+        for place, value in zip(padded, values, strict=True):
             place[:, : value.shape[1], : value.shape[2]] = value
         originals = tuple((image.height, image.width) for image in images)
         ratios = [(w / width, h / height) for (h, w), (height, width) in zip(sizes, originals, strict=True)]
-        return Batch(whole, sizes, originals, torch.tensor([[x, y, x, y] for x, y in ratios]).reshape(-1, 4))
+        return Batch(padded, sizes, originals, torch.tensor([[x, y, x, y] for x, y in ratios]).reshape(-1, 4))
 
     def pad_size(self, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """Return the smallest padded (height, width) that fits images of these sizes."""
-        height, width = (max(each) for each in zip(*sizes, strict=True))
+        height, width = (max(lengths) for lengths in zip(*sizes, strict=True))
         return -(-height // self.divisor) * self.divisor, -(-width // self.divisor) * self.divisor
 
 

@@ -66,13 +66,13 @@ class Backbone(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(sizes.width << stage) for stage in range(4))
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        x, found = self.features[0](images), []
+        x, outputs = self.features[0](images), []
         for stage, norm in enumerate(self.norms):
             x = self.features[2 * stage + 1](x)
-            found.append(norm(x).permute(0, 3, 1, 2))
+            outputs.append(norm(x).permute(0, 3, 1, 2))
             if stage < len(self.norms) - 1:
                 x = self.features[2 * stage + 2](x)
-        return tuple(found)
+        return tuple(outputs)
 
 
 class Neck(nn.Module):
@@ -84,11 +84,11 @@ class Neck(nn.Module):
         self.smooth = nn.ModuleList(nn.Conv2d(sizes.channels, sizes.channels, 3, padding=1) for _ in range(4))
 
     def forward(self, fine: Tensor, middle: Tensor, coarse: Tensor, coarsest: Tensor) -> tuple[Tensor, ...]:
-        maps = [each(x) for each, x in zip(self.lateral, (fine, middle, coarse, coarsest), strict=True)]
+        maps = [layer(x) for layer, x in zip(self.lateral, (fine, middle, coarse, coarsest), strict=True)]
         for level in (2, 1, 0):
             maps[level] = maps[level] + F.interpolate(maps[level + 1], size=maps[level].shape[2:], mode="nearest")
-        found = [each(x) for each, x in zip(self.smooth, maps, strict=True)]
-        return (*found, F.max_pool2d(found[-1], 1, stride=2))
+        maps_out = [layer(x) for layer, x in zip(self.smooth, maps, strict=True)]
+        return (*maps_out, F.max_pool2d(maps_out[-1], 1, stride=2))
 
 
 class RegionProposals(nn.Module):
@@ -118,7 +118,7 @@ class BoxHead(nn.Module):
         self.convolutions = nn.Sequential(*convolutions)
         widths = [sizes.channels * BOX_SIDE**2, *[sizes.hidden] * (1 if cascade else 2)]
         pairs = pairwise(widths)
-        self.linears = nn.Sequential(*(each for pair in pairs for each in (nn.Linear(*pair), nn.ReLU())))
+        self.linears = nn.Sequential(*(layer for pair in pairs for layer in (nn.Linear(*pair), nn.ReLU())))
         self.logits = nn.Linear(sizes.hidden, sizes.classes + 1)
         self.offsets = nn.Linear(sizes.hidden, 4 * sizes.classes)
 

@@ -63,45 +63,45 @@ def quantize_detector(
     inputs, images = record(detector, batches)
     count = min(*counts, len(images))
     few = {} if count == len(images) else record(detector, _first(batches, count))[0]
-    found: list[dict[str, QuantizedModel]] = [{} for _ in configs]
+    parts_by_config: list[dict[str, QuantizedModel]] = [{} for _ in configs]
     for name, part in detector.parts.items():
         assert isinstance(part, nn.Module)
-        kind, given = name.partition("_")[0], inputs.pop(name)
+        kind, values = name.partition("_")[0], inputs.pop(name)
         calibration, program = None, None
         if kind in parts:
-            calibration = part_calibration(part, name, few.pop(name, given), given, seed=seed, memory=memory)
+            calibration = part_calibration(part, name, few.pop(name, values), values, seed=seed, memory=memory)
         else:
-            program = capture(part, given, _sizes(kind))
+            program = capture(part, values, _sizes(kind))
         for number, config in enumerate(configs):
             own = config_of(name, config)
             if calibration is None:
                 assert program is not None
-                model = QuantizedModel(_float(program, own, given))
+                model = QuantizedModel(_float(program, own, values))
             else:
                 if _sizes(kind) == "fixed" and own.images_fitted:
-                    own = own.with_fitted_images(len(given[0]))
+                    own = own.with_fitted_images(len(values[0]))
                 model = calibration.quantize(own, within(name, resources))
             model.note(part=name, calibration=digest([images[:count]]), images=count)
-            found[number][name] = model
-    return [Detector(models, detector.settings) for models in found]
+            parts_by_config[number][name] = model
+    return [Detector(models, detector.settings) for models in parts_by_config]
 
 
 def part_calibration(
-    part: nn.Module, name: str, first: tuple[Tensor, ...], given: tuple[Tensor, ...], *, seed: int, memory: int | None
+    part: nn.Module, name: str, first: tuple[Tensor, ...], values: tuple[Tensor, ...], *, seed: int, memory: int | None
 ) -> Calibration:
     """Return the calibration of a part. first: its inputs on the calibration images; given: on all images."""
     sizes = _sizes(name.partition("_")[0])
-    return Calibration(part, first, unlabelled=given, seed=seed, memory=memory, sizes=sizes)
+    return Calibration(part, first, unlabelled=values, seed=seed, memory=memory, sizes=sizes)
 
 
 def _first(batches: Sequence[Batch], count: int) -> list[Batch]:
     """Return the first `count` images in batches."""
-    found: list[Batch] = []
+    batches_left: list[Batch] = []
     for batch in batches:
         if count > 0:
-            found.append(batch.first(count))
+            batches_left.append(batch.first(count))
             count -= len(batch.sizes)
-    return found
+    return batches_left
 
 
 def _sizes(kind: str) -> Sizes:
@@ -131,10 +131,10 @@ def within(name: str, resources: Resources) -> Resources:
     return replace(resources.named(name), progress=report)
 
 
-def _float(program: Program, config: Config, given: Sequence[Tensor]) -> QuantizedProgram:
+def _float(program: Program, config: Config, example: Sequence[Tensor]) -> QuantizedProgram:
     """Return a part that stays float, in the form of a quantized program."""
     refusals = {site.name: "stays float: its part was not chosen" for site in find_sites(program)}
-    return QuantizedProgram(program, config, (), refusals, {}, tuple(value[:0] for value in given))
+    return QuantizedProgram(program, config, (), refusals, {}, tuple(value[:0] for value in example))
 
 
 def record(detector: Detector, batches: Sequence[Batch]) -> tuple[dict[str, tuple[Tensor, ...]], Tensor]:
@@ -153,20 +153,22 @@ def record(detector: Detector, batches: Sequence[Batch]) -> tuple[dict[str, tupl
 
         return call
 
-    whole = Detector({name: watch(name, part) for name, part in detector.parts.items()}, detector.settings)
-    for _ in whole.over(batches):
+    watched = Detector({name: watch(name, part) for name, part in detector.parts.items()}, detector.settings)
+    for _ in watched.over(batches):
         pass
-    if any(not found for found in calls.values()):  # nothing was found in any image
-        for found in calls.values():
-            found.clear()
-        for _ in Detector(whole.parts, replace(detector.settings, score=0.0)).over(batches):
+    if any(not values_of_calls for values_of_calls in calls.values()):  # nothing was found in any image
+        for values_of_calls in calls.values():
+            values_of_calls.clear()
+        for _ in Detector(watched.parts, replace(detector.settings, score=0.0)).over(batches):
             pass
-    lacking = [name for name, found in calls.items() if not found]
+    lacking = [name for name, values_of_calls in calls.items() if not values_of_calls]
     if lacking:
         raise CalibrationError(
             f"the detector finds no region in these images, so {lacking[0]} has no inputs: give other images"
         )
-    joined = {name: tuple(map(torch.cat, zip(*found, strict=True))) for name, found in calls.items()}
+    joined = {
+        name: tuple(map(torch.cat, zip(*values_of_calls, strict=True))) for name, values_of_calls in calls.items()
+    }
     for name, values in joined.items():
         if name.partition("_")[0] in KINDS[3:]:
             joined[name] = _evenly(values, 0, REGIONS)

@@ -39,11 +39,11 @@ def sensitivities(
     check_parts(parts)
     inputs, _ = record(detector, calibrating)
     judged, _ = record(detector, judging)
-    found = {}
+    sensitivity_of = {}
     for name, part in detector.parts.items():
         if name.partition("_")[0] in parts:
             assert isinstance(part, nn.Module)
-            found[name] = sensitivity(
+            sensitivity_of[name] = sensitivity(
                 part_calibration(part, name, inputs[name], inputs[name], seed=seed, memory=memory),
                 config_of(name, config),
                 judged[name],
@@ -52,4 +52,4 @@ def sensitivities(
                 measure="relative squared error",
                 memory=(default_memory(inputs[name][0].device) if memory is None else memory) // 2,
             )
-    return found
+    return sensitivity_of

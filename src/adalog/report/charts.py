@@ -81,20 +81,20 @@ def model_picture(sites: Sequence[SiteFacts], bands: Sequence[Sequence[Band]], n
 
 
 def _cell(site: SiteFacts, prefix: str, box: tuple[int, int, int], bands: Sequence[Band], place: str) -> Markup:
-    row, (x, y, whole) = site.row, box
-    wide = whole / len(bands)
-    drawn = [
+    row, (x, y, width) = site.row, box
+    wide = width / len(bands)
+    bars = [
         Markup(
             '<rect class="{}" x="{:g}" y="{}" width="{:g}" height="18"/><text class="v {}" x="{:g}" y="{}">{}</text>'
         ).format(band.shade, x + wide * index, y + 18, wide, band.shade, x + wide * (index + 0.5), y + 31, band.text)
         for index, band in enumerate(bands)
     ]
-    label = _tail(row.site.removeprefix(prefix).lstrip(".") or row.site.rpartition(".")[2], whole // 6 - 1)
-    told = ", ".join([row.site, row.role, f"bits {site.bits}", *(f"{band.name} {band.text}" for band in bands)])
+    label = _tail(row.site.removeprefix(prefix).lstrip(".") or row.site.rpartition(".")[2], width // 6 - 1)
+    title = ", ".join([row.site, row.role, f"bits {site.bits}", *(f"{band.name} {band.text}" for band in bands)])
     return Markup(
         '<a href="#{}" class="cell"><title>{}</title>'
         '<rect class="frame" x="{}" y="{}" width="{}" height="36"/><text x="{}" y="{}">{}</text>{}</a>'
-    ).format(place, told, x, y, whole, x + 6, y + 13, label, Markup("").join(drawn))
+    ).format(place, title, x, y, width, x + 6, y + 13, label, Markup("").join(bars))
 
 
 def _prefix(names: Sequence[str]) -> str:
@@ -131,11 +131,11 @@ def operand_picture(operand: OperandFacts, name: str) -> Markup:
     parts = [_ticks(axis, levels, step * index + top, step - 3, apart) for index, levels in enumerate(rows)]
     if operand.seen is not None:
         parts.append(_bars(operand.seen.counts, step * len(rows) + 6, logarithmic=True))
-    told = "levels" if operand.seen is None else "values and levels"
+    what = "levels" if operand.seen is None else "values and levels"
     low, high = axis.ends
     middle = "logarithmic axis" if axis.logarithmic else ""
     middle += f" of value + {axis.lift:.2g}" if axis.lift else ""
-    return _svg(f"{name}: {told}", parts, (short(low), short(high)), middle)
+    return _svg(f"{name}: {what}", parts, (short(low), short(high)), middle)
 
 
 def _svg(title: str, parts: Iterable[Markup], ends: tuple[str, str], middle: str = "") -> Markup:

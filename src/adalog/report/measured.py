@@ -42,12 +42,12 @@ class Losses:
 
     def losses_of(self, site: SiteFacts) -> dict[str, float | None]:
         """Return the loss of each kind of operand at the site's bits: 0 in float, None if it was not measured."""
-        found: dict[str, float | None] = {}
-        for each in site.operands:  # both operands of Q K are of one kind and share one loss
-            known = self.losses.get((site.row.site, each.kind), {})
-            if each.bits is not None:
-                found[each.kind] = 0.0 if each.bits == FLOAT_BITS else known.get(each.bits)
-        return found
+        losses: dict[str, float | None] = {}
+        for operand in site.operands:  # both operands of Q K are of one kind and share one loss
+            by_bits = self.losses.get((site.row.site, operand.kind), {})
+            if operand.bits is not None:
+                losses[operand.kind] = 0.0 if operand.bits == FLOAT_BITS else by_bits.get(operand.bits)
+        return losses
 
     def loss_of(self, site: SiteFacts) -> float | None:
         """Return the sum over the site's operands, or None if one of them was not measured."""
@@ -57,11 +57,11 @@ class Losses:
 
     def total(self, sites: tuple[SiteFacts, ...]) -> float:
         """Return the sum over all measured operands; a loss that several sites share counts once."""
-        found = {}
+        totals = {}
         for site in sites:
             for kind, loss in self.losses_of(site).items():
-                found[self.groups.get((site.row.site, kind), (site.row.site,)), kind] = loss or 0.0
-        return sum(found.values())
+                totals[self.groups.get((site.row.site, kind), (site.row.site,)), kind] = loss or 0.0
+        return sum(totals.values())
 
 
 def read_sensitivity(path: Path, quantized: QuantizedProgram) -> Losses:
@@ -69,31 +69,31 @@ def read_sensitivity(path: Path, quantized: QuantizedProgram) -> Losses:
 
     Raises DataError for a file of another form or of another model.
     """
-    found = sensitivity.read(path)
-    sites = {unit.name: tuple(site.site for site in unit.sites) for unit in found.units}
+    measurement = sensitivity.read(path)
+    sites = {unit.name: tuple(site.site for site in unit.sites) for unit in measurement.units}
     losses: dict[tuple[str, str], dict[int, float]] = {}
-    for row in found.rows:
+    for row in measurement.rows:
         for name in sites[row.unit]:
             losses.setdefault((name, row.operand), {})[row.bits] = row.loss
     groups: dict[tuple[str, str], tuple[str, ...]] = {}
-    for row in found.rows:
+    for row in measurement.rows:
         groups |= {(name, row.operand): sites[row.unit] for name in sites[row.unit]}
     counts = Counter[str]()  # a layer that is called several times has one row per call
-    for each in cost(quantized.program, quantized.example).products:
-        counts[each.name] += each.count
-    told = [site for unit in found.units for site in unit.sites]
-    here = [site for site in told if site.site in counts]
-    odd = [site for site in here or told if counts[site.site] != site.macs]
-    if odd:
+    for product in cost(quantized.program, quantized.example).products:
+        counts[product.name] += product.count
+    measured_sites = [site for unit in measurement.units for site in unit.sites]
+    here = [site for site in measured_sites if site.site in counts]
+    unlike = [site for site in here or measured_sites if counts[site.site] != site.macs]
+    if unlike:
         raise DataError(
-            f"{path} belongs to another model, whose sites differ: {odd[0].site} has {odd[0].macs} MACs there, but "
-            f"{counts[odd[0].site]} here; run `adalog sensitivity` on this model"
+            f"{path} belongs to another model, whose sites differ: {unlike[0].site} has {unlike[0].macs} MACs there, "
+            f"but {counts[unlike[0].site]} here; run `adalog sensitivity` on this model"
         )
     try:
-        found.check_choices(quantized.config)
+        measurement.check_choices(quantized.config)
     except DataError as cause:
         raise DataError(f"{path}: {cause}") from cause
-    return Losses(found.measure, found.images, losses, groups)
+    return Losses(measurement.measure, measurement.images, losses, groups)
 
 
 def read_evaluation(path: Path, quantized: QuantizedProgram) -> dict[str, Any]:
@@ -101,10 +101,10 @@ def read_evaluation(path: Path, quantized: QuantizedProgram) -> dict[str, Any]:
 
     Raises DataError for a file of another form or of another artifact.
     """
-    told = _read(path, "evaluate")
+    content = _read(path, "evaluate")
     try:
-        _fields(told, {"images": int, "sites": list})
-        for score in (told, told.get("full_precision") or {"images": 0}):
+        _fields(content, {"images": int, "sites": list})
+        for score in (content, content.get("full_precision") or {"images": 0}):
             _fields(score, {"images": int})
             for name in ("top1", "top5"):
                 if (share := score.get(name)) is not None:
@@ -113,16 +113,16 @@ def read_evaluation(path: Path, quantized: QuantizedProgram) -> dict[str, Any]:
             _optional(score, _JUDGED)
             if score.get("p_value") is not None:
                 _fields(score, {"lost": int, "gained": int})
-        _optional(told, {"file": str, "executor": str, "reference": str})
+        _optional(content, {"file": str, "executor": str, "reference": str})
     except ValueError as cause:
         raise _other(path, "evaluate", cause) from cause
-    if told["sites"] != artifact.describe(quantized)["sites"]:
+    if content["sites"] != artifact.describe(quantized)["sites"]:
         raise DataError(
             f"{path} belongs to another artifact, whose sites differ: run `adalog evaluate --json` on this one"
         )
     absent = dict.fromkeys(("executor", "reference", "top1", "top5", *_JUDGED))
-    full = absent | (told.get("full_precision") or {})
-    return absent | told | {"file": PurePath(told.get("file") or "").name, "full_precision": full}
+    full = absent | (content.get("full_precision") or {})
+    return absent | content | {"file": PurePath(content.get("file") or "").name, "full_precision": full}
 
 
 def read_bench(path: Path, digest: str) -> dict[str, Any]:
@@ -130,16 +130,16 @@ def read_bench(path: Path, digest: str) -> dict[str, Any]:
 
     Raises DataError for a file of another form or of another artifact.
     """
-    told = _read(path, "bench")
+    content = _read(path, "bench")
     try:
-        _fields(told, {"file": str, "sha256": str, "threads": int, "rows": list, "absent": dict})
-        _check(told["sha256"] == digest, "it belongs to another artifact")
-        for row in told["rows"]:
+        _fields(content, {"file": str, "sha256": str, "threads": int, "rows": list, "absent": dict})
+        _check(content["sha256"] == digest, "it belongs to another artifact")
+        for row in content["rows"]:
             _fields(row, _ROW)
             _check(row["batch"] > 0, "a batch has no images")
     except ValueError as cause:
         raise _other(path, "bench", cause) from cause
-    return told | {"file": PurePath(told["file"]).name}
+    return content | {"file": PurePath(content["file"]).name}
 
 
 def _read(path: Path, command: str) -> dict[str, Any]:
@@ -155,25 +155,25 @@ def _read(path: Path, command: str) -> dict[str, Any]:
     except (OSError, ValueError) as cause:
         raise DataError(f"{path} cannot be read: {getattr(cause, 'strerror', None) or one_line(cause)}") from cause
     try:
-        told = json.loads(content, parse_float=finite, parse_constant=finite)
-        _check(isinstance(told, dict), "it is not an object")
+        record = json.loads(content, parse_float=finite, parse_constant=finite)
+        _check(isinstance(record, dict), "it is not an object")
     except (ValueError, RecursionError) as cause:
         raise _other(path, command, cause) from cause
-    return told
+    return record
 
 
-def _fields(told: Any, kinds: Mapping[str, type]) -> None:
+def _fields(record: Any, kinds: Mapping[str, type]) -> None:
     """Raise ValueError unless an object has these fields with values of these types; an int counts as a float."""
-    _check(isinstance(told, dict), "an entry is not an object")
+    _check(isinstance(record, dict), "an entry is not an object")
     for name, kind in kinds.items():
-        value = told.get(name)
+        value = record.get(name)
         good = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
         good = good and (not isinstance(value, (int, float)) or abs(value) < _MOST)
         _check(good, f'"{name}" is missing, of the wrong type or too large')
 
 
-def _optional(told: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
-    _fields(told, {name: kind for name, kind in kinds.items() if told.get(name) is not None})
+def _optional(record: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
+    _fields(record, {name: kind for name, kind in kinds.items() if record.get(name) is not None})
 
 
 def _check(holds: bool, message: str) -> None:

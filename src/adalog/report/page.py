@@ -76,7 +76,9 @@ def report(
     bands = [[Band.sqnr(row["sqnr"])] for row in rows]
     if sensitivity is not None:
         total = sensitivity.total(subject.sites)
-        bands = [[*each, Band.loss(row["loss"], total)] for each, row in zip(bands, rows, strict=True)]
+        bands = [
+            [*bands_of_site, Band.loss(row["loss"], total)] for bands_of_site, row in zip(bands, rows, strict=True)
+        ]
     shares = [
         (title, score["top1"])
         for title, score in (("this file", evaluation), ("full precision", (evaluation or {}).get("full_precision")))
@@ -93,7 +95,8 @@ def report(
             {
                 "row": row,
                 "operands": [
-                    _operand(*each, site, sensitivity) for each in zip(("Left", "Right"), site.operands, strict=True)
+                    _operand(*operand_of_side, site, sensitivity)
+                    for operand_of_side in zip(("Left", "Right"), site.operands, strict=True)
                 ],
             }
             for row, site in zip(rows, subject.sites, strict=True)
@@ -110,23 +113,23 @@ def report(
 def comparison(first: ReportData, second: ReportData, *, sensitivity: Losses | None = None) -> bytes:
     """Return the page that compares two artifacts, as UTF-8; the same input gives the same bytes."""
     subjects = (first, second)
-    both = [_rows(subject, sensitivity) for subject in subjects]
-    by_name: list[dict[str, dict[str, Any]]] = [{row["site"]: row for row in rows} for rows in both]
+    rows_of = [_rows(subject, sensitivity) for subject in subjects]
+    by_name: list[dict[str, dict[str, Any]]] = [{row["site"]: row for row in rows} for rows in rows_of]
     sites = {site.row.site: site for subject in (second, first) for site in subject.sites}
     names = list(dict.fromkeys([*by_name[0], *by_name[1]]))
-    rows = [_compare(number, *(each.get(name, {}) for each in by_name)) for number, name in enumerate(names)]
+    rows = [_compare(number, *(by_site.get(name, {}) for by_site in by_name)) for number, name in enumerate(names)]
     bands = [[Band.sqnr(row["sqnr"], "SQNR of A"), Band.sqnr(row["sqnr_b"], "SQNR of B")] for row in rows]
-    told = [_facts_of(subject, sensitivity, given) for subject, given in zip(subjects, both, strict=True)]
-    configs = [each["config"] for each in told]
-    chosen = {key: [config.get(key, "–") for config in configs] for key in dict.fromkeys([*configs[0], *configs[1]])}
+    facts = [_facts_of(subject, sensitivity, rows) for subject, rows in zip(subjects, rows_of, strict=True)]
+    configs = [facts_of_file["config"] for facts_of_file in facts]
+    choices = {key: [config.get(key, "–") for config in configs] for key in dict.fromkeys([*configs[0], *configs[1]])}
     return _render(
         "compare.html",
         title=f"{first.name} and {second.name}",
-        files=told,
+        files=facts,
         picture=model_picture([sites[name] for name in names], bands, "both files", "row-"),
         columns=_visible_columns(_COMPARED, sensitivity),
         rows=rows,
-        choices={key: values for key, values in chosen.items() if values[0] != values[1]},
+        choices={key: values for key, values in choices.items() if values[0] != values[1]},
         sensitivity=sensitivity,
     )
 
@@ -139,8 +142,8 @@ def _compare(number: int, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any
     for key in ("sqnr", "bytes"):
         pair = row[key], row[f"{key}_b"]
         row[f"{key}_more"] = None if None in pair else pair[1] - pair[0]
-    told = [[each.get(key) for key in ("left", "right", "bits")] for each in (a, b)]
-    return row | {"differs": told[0] != told[1]}
+    keys = [[row.get(key) for key in ("left", "right", "bits")] for row in (a, b)]
+    return row | {"differs": keys[0] != keys[1]}
 
 
 def _visible_columns(
@@ -168,7 +171,7 @@ def _rows(subject: ReportData, sensitivity: Losses | None) -> list[dict[str, Any
 def _facts_of(subject: ReportData, sensitivity: Losses | None, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the values about a file that both pages show."""
     quantized, described = subject.quantized, artifact.describe(subject.quantized)
-    known = [row for row in rows if row["sqnr"] is not None]
+    with_sqnr = [row for row in rows if row["sqnr"] is not None]
     in_float = subject.cost.macs * FLOAT_BITS**2 / 64
     refused = [(name, *why.partition(": ")[::2]) for name, why in quantized.refusals.items()]
     refused += [
@@ -187,7 +190,7 @@ def _facts_of(subject: ReportData, sensitivity: Losses | None, rows: Sequence[di
         "fixops_share": subject.cost.fixops / in_float if in_float else 0.0,
         "sites": len(rows),
         "float_sites": len(quantized.float_sites()),
-        "worst": min(known, key=lambda row: row["sqnr"], default=None),
+        "worst": min(with_sqnr, key=lambda row: row["sqnr"], default=None),
         "loss": None if sensitivity is None else sensitivity.total(subject.sites),
         "refused": refused,
         "operations": float_lines({}, quantized.float_operations())[-1],
@@ -201,7 +204,7 @@ def _facts_of(subject: ReportData, sensitivity: Losses | None, rows: Sequence[di
 
 def _why_float(site: SiteFacts) -> str:
     """Return the reason why an operand stays float, if the file's refusals do not give one."""
-    sides = [side for side, each in zip(("left", "right"), site.operands, strict=True) if each.bits == FLOAT_BITS]
+    sides = [side for side, operand in zip(("left", "right"), site.operands, strict=True) if operand.bits == FLOAT_BITS]
     return f"the settings give its {' and '.join(sides)} operand {FLOAT_BITS} bits"
 
 
@@ -251,17 +254,17 @@ def _is_of_demo(preprocessing: Any) -> bool:
 
 def _command(subject: ReportData) -> str | None:
     """Return the command that made the file, as far as the file records it; None if no method has its settings."""
-    config, told = subject.quantized.config, subject.quantized.provenance
+    config, provenance = subject.quantized.config, subject.quantized.provenance
     method = _method(config)
     if method is None:
         return None
-    bundled = _is_of_demo(told.get("preprocessing"))
+    bundled = _is_of_demo(provenance.get("preprocessing"))
     words = ["adalog", "quantize", *(["demo"] if bundled else ["MODEL", "--data", "IMAGES"])]
     words += ["--bits", config.bits, "--method", method, "--images", str(config.images)]
     preset = Config.preset(config.bits, method)
     if config.images_fitted != preset.images_fitted:
         words += ["--reconstruct-images", str(config.images_fitted)]
-    words += ["--seed", str(told["seed"])] if "seed" in told else []
+    words += ["--seed", str(provenance["seed"])] if "seed" in provenance else []
     for pattern, bits in config.pinned:
         words += ["--pin", f"{pattern}={bits}"]
     words += ["--free-sizes"] if subject.quantized.program.free else []

@@ -136,7 +136,9 @@ class SiteFacts:
     @property
     def bits(self) -> str:
         """The bits of the left and the right operand, such as "4 × 4"."""
-        return " × ".join({None: "?", FLOAT_BITS: "float"}.get(each.bits, str(each.bits)) for each in self.operands)
+        return " × ".join(
+            {None: "?", FLOAT_BITS: "float"}.get(operand.bits, str(operand.bits)) for operand in self.operands
+        )
 
 
 @dataclass(frozen=True)
@@ -175,10 +177,10 @@ def examine(
     Raises ProgramError or ValueError if the program cannot run on the images, and ArtifactError for a program that
     `adalog quantize` would not make.
     """
-    seen = {} if images is None else _observe(quantized, images, progress)
+    histograms = {} if images is None else _observe(quantized, images, progress)
     try:
         spent = cost(quantized.program, quantized.example)
-        sites = _facts(quantized, spent, seen)
+        sites = _facts(quantized, spent, histograms)
     except (AttributeError, IndexError, KeyError, TypeError) as cause:  # even a program that runs may be malformed
         raise ArtifactError(
             f"{name} holds a program that a report cannot show ({one_line(cause)}); make it with `adalog quantize`"
@@ -186,7 +188,7 @@ def examine(
     return ReportData(name, content, quantized, spent, sites, 0 if images is None else len(images))
 
 
-def _facts(quantized: QuantizedProgram, spent: Cost, seen: Mapping[str, ValueHistogram]) -> tuple[SiteFacts, ...]:
+def _facts(quantized: QuantizedProgram, spent: Cost, histograms: Mapping[str, ValueHistogram]) -> tuple[SiteFacts, ...]:
     """Return the rows of the ledger with facts from the program.
 
     seen: values by the name of the quantizer.
@@ -200,22 +202,24 @@ def _facts(quantized: QuantizedProgram, spent: Cost, seen: Mapping[str, ValueHis
     quantizers = quantizers_of(program)
     nodes = {node.name: node for node in program.nodes}
     read_by = {node.name: node.args[1] for node in program.nodes if node.op == FAKE_QUANTIZE}
-    found = {_ledger_name(site.name): site for site in find_sites(plain)}
+    sites = {_ledger_name(site.name): site for site in find_sites(plain)}
 
     def operand(kind: str, words: str, name: str) -> OperandFacts:
         quantizer = quantizers.get(name)
         bits = FLOAT_BITS if quantizer is None else quantizer.bits
-        return OperandFacts(kind, words, bits, quantizer, program.weights.get(name), seen.get(read_by.get(name, "")))
+        return OperandFacts(
+            kind, words, bits, quantizer, program.weights.get(name), histograms.get(read_by.get(name, ""))
+        )
 
     def facts(row: LedgerRow) -> SiteFacts:
-        kinds, site = operand_kinds(row.role, row.source), found.get(row.site)
+        kinds, site = operand_kinds(row.role, row.source), sites.get(row.site)
         if site is None:  # the ledger of a file may name any site
             return SiteFacts(row, OperandFacts(kinds[0], row.left), OperandFacts(kinds[1], row.right))
         names = [ref.name for ref in nodes[site.node.name].args[:2]]
-        left, right = (operand(*each) for each in zip(kinds, (row.left, row.right), names, strict=True))
-        rows = [each for call in site.calls for each in costs.get(call.name, [])]
-        macs, fixops = sum(each.count for each in rows), sum(each.fixops for each in rows)
-        weight_bytes = sum(each.weight_bytes for each in rows)
+        left, right = (operand(*arguments) for arguments in zip(kinds, (row.left, row.right), names, strict=True))
+        rows = [cost for call in site.calls for cost in costs.get(call.name, [])]
+        macs, fixops = sum(cost.count for cost in rows), sum(cost.fixops for cost in rows)
+        weight_bytes = sum(cost.weight_bytes for cost in rows)
         return SiteFacts(row, left, right, blocks[site.node.name], macs, fixops, weight_bytes)
 
     return tuple(facts(row) for row in quantized.ledger)
@@ -232,15 +236,15 @@ def _observe(
 ) -> dict[str, ValueHistogram]:
     """Return the values that each quantizer of the program reads, by its name."""
     program = quantized.program
-    found = {name: ValueHistogram(Axis.of(quantizer)) for name, quantizer in program.quantizers.items()}
+    histograms = {name: ValueHistogram(Axis.of(quantizer)) for name, quantizer in program.quantizers.items()}
 
     def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
         if node.op == FAKE_QUANTIZE:
-            found[node.args[1]].add(args[0])
+            histograms[node.args[1]].add(args[0])
 
     quantized.check([images])
     for done, batch in enumerate(images.split(2)):
         program.run([batch], watch)
         if progress is not None:
             progress(min(2 * done + 2, len(images)))
-    return found
+    return histograms

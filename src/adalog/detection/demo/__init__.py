@@ -41,9 +41,9 @@ def load_detector() -> Detector:
 def draw(count: int, seed: int) -> list[int]:
     """Return the numbers of `count` calibration scenes, selected by the seed. Raises DataError if there are fewer."""
     if count > len(CALIBRATING):
-        there = len(CALIBRATING)
+        most = len(CALIBRATING)
         raise DataError(
-            f"the bundled detector has {there} calibration images, but {count} are needed: ask for at most {there}"
+            f"the bundled detector has {most} calibration images, but {count} are needed: ask for at most {most}"
         )
     return [CALIBRATING[index] for index in draw_indices(len(CALIBRATING), count, seed).tolist()]
 
@@ -63,10 +63,12 @@ def batches(numbers: Iterable[int], size: int = 10) -> Iterator[tuple[list[Scene
 def truth(scenes: Iterable[tuple[int, Scene]]) -> dict[str, Any]:
     """Return the COCO annotations of scenes, given as (number, scene); the category of label k is k + 1."""
     images, annotations = [], list[dict[str, Any]]()
-    for number, each in scenes:
-        height, width = each.image.shape[:2]
+    for number, drawing in scenes:
+        height, width = drawing.image.shape[:2]
         images.append({"id": number, "height": height, "width": width, "file_name": f"{number}.png"})
-        annotations += annotations_of(each.masks, each.boxes(), each.labels.tolist(), number, len(annotations) + 1)
+        annotations += annotations_of(
+            drawing.masks, drawing.boxes(), drawing.labels.tolist(), number, len(annotations) + 1
+        )
     categories = [{"id": label + 1, "name": name} for label, name in enumerate(NAMES)]
     return {"images": images, "annotations": annotations, "categories": categories}
 
@@ -91,4 +93,4 @@ def detect(
 
 def prepare(scenes: list[Scene]) -> Batch:
     """Prepare scenes as a batch of images."""
-    return SETTINGS.resizing.batch([Image.fromarray(each.image) for each in scenes])
+    return SETTINGS.resizing.batch([Image.fromarray(scene.image) for scene in scenes])

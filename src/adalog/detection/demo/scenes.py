@@ -27,11 +27,11 @@ class Scene:
 
     def boxes(self) -> np.ndarray:
         """Return the bounding boxes of the masks: (n, 4) as (x1, y1, x2, y2), in float32."""
-        found = np.zeros((len(self.masks), 4), np.float32)
-        for box, mask in zip(found, self.masks, strict=True):
+        corners = np.zeros((len(self.masks), 4), np.float32)
+        for box, mask in zip(corners, self.masks, strict=True):
             rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
             box[:] = columns[0], rows[0], columns[-1] + 1, rows[-1] + 1
-        return found
+        return corners
 
 
 def scene(number: int, size: tuple[int, int] = SIZE) -> Scene:
@@ -46,15 +46,15 @@ def scene(number: int, size: tuple[int, int] = SIZE) -> Scene:
         label = int(draw.integers(len(NAMES)))
         mask = _shape(draw, label, x, y)
         paint = _paint(draw, x, y)
-        seen = [before & ~mask for before in masks]
-        hidden = any(now.sum() < LEAST_SEEN * before.sum() for now, before in zip(seen, masks, strict=True))
-        if mask.sum() < _LEAST_PIXELS or hidden or any(now.sum() < _LEAST_PIXELS for now in seen):
+        visible = [before & ~mask for before in masks]
+        hidden = any(now.sum() < LEAST_SEEN * before.sum() for now, before in zip(visible, masks, strict=True))
+        if mask.sum() < _LEAST_PIXELS or hidden or any(now.sum() < _LEAST_PIXELS for now in visible):
             continue
         image = np.where(mask[..., None], paint, image)
-        masks, labels = [*seen, mask], [*labels, label]
+        masks, labels = [*visible, mask], [*labels, label]
     image = image + draw.normal(0, draw.uniform(2, 12), image.shape)
-    found = np.stack(masks) if masks else np.zeros((0, height, width), bool)
-    return Scene(image.round().clip(0, 255).astype(np.uint8), np.array(labels, np.int64), found)
+    stack = np.stack(masks) if masks else np.zeros((0, height, width), bool)
+    return Scene(image.round().clip(0, 255).astype(np.uint8), np.array(labels, np.int64), stack)
 
 
 def _shape(draw: np.random.Generator, label: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -84,7 +84,7 @@ def _shape(draw: np.random.Generator, label: int, x: np.ndarray, y: np.ndarray) 
 
 def _paint(draw: np.random.Generator, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Return a random paint: one colour, or stripes, checks or a gradient of two colours: (H, W, 3)."""
-    one, other = draw.uniform(0, 255, (2, 3))
+    first, second = draw.uniform(0, 255, (2, 3))
     turn, wave, phase = draw.uniform(0, np.pi), draw.uniform(4, 14), draw.uniform(0, 2 * np.pi)
     along = (np.cos(turn) * x + np.sin(turn) * y) * 2 * np.pi / wave + phase
     across = (np.cos(turn) * y - np.sin(turn) * x) * 2 * np.pi / wave
@@ -97,7 +97,7 @@ def _paint(draw: np.random.Generator, x: np.ndarray, y: np.ndarray) -> np.ndarra
         share = 0.5 * (np.sin(along) * np.sin(across) > 0)
     else:
         share = 0.5 + 0.5 * np.sin(along / 6)
-    return one + share[..., None] * (other - one)
+    return first + share[..., None] * (second - first)
 
 
 def _background(draw: np.random.Generator, x: np.ndarray, y: np.ndarray) -> np.ndarray:
