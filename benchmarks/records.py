@@ -37,7 +37,7 @@ def _finished(path: Path, key: dict[str, Any]) -> FinishedParts:
 
 def read_kept(path: Path | None, key: dict[str, Any]) -> Any:
     """Return the result that `kept` finds in the file; None if it has to be computed."""
-    return None if path is None else _finished(path, key).found.get(_NAME, {}).get("value")
+    return None if path is None else _finished(path, key).parts.get(_NAME, {}).get("value")
 
 
 def packed(right: Tensor) -> str:

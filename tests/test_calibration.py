@@ -25,7 +25,7 @@ IMAGES = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(3))
 def pyramid(m, x):
     """The head of a detector on maps of three sizes, with values that grow from one to the next."""
     maps = [m.stem(x), m.stem(F.avg_pool2d(x, 2)) * 3, m.stem(F.avg_pool2d(x, 4)) * 9]
-    hidden = [m.share(value).relu() for value in maps]
+    hidden = [m.shared(value).relu() for value in maps]
     return [m.scores(value) for value in hidden], [m.boxes(value) for value in hidden]
 
 
@@ -109,7 +109,7 @@ def test_a_range_holds_what_all_calls_read(pyramid_calibration):
     """The oracle: minimum and maximum of the inputs of all calls, in the float model."""
     config = replace(Config.preset("w8a8", "minmax"), images=8)
     model, read = make_pyramid(), []
-    model.share.register_forward_pre_hook(lambda module, args: read.append(args[0]))
+    model.shared.register_forward_pre_hook(lambda module, args: read.append(args[0]))
     with torch.no_grad():
         model(IMAGES)
     assert len(read) == 3

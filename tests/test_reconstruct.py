@@ -678,13 +678,13 @@ class Again(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.share, self.head = nn.Linear(12, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.embed, self.shared, self.head = nn.Linear(12, 8), nn.Linear(8, 8), nn.Linear(8, 4)
         self.own = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
 
     def forward(self, x):
         x = self.embed(x.flatten(1))
         for own in self.own:
-            x = x + own(self.share(x).softmax(-1))
+            x = x + own(self.shared(x).softmax(-1))
         return self.head(x)
 
 

@@ -251,10 +251,10 @@ def test_bars_count_every_value_and_every_code(subject):
                 codes = program.weights[f"{site.row.site}.weight"].codes
                 assert operand.code_counts.tolist() == [int((codes == code).sum()) for code in range(16)]
             else:
-                assert operand.seen.least <= operand.seen.greatest
+                assert operand.histogram.least <= operand.histogram.greatest
     qk = next(site for site in subject.sites if site.row.role == "qk")
     assert len(qk.left.levels) == 2  # heads
-    assert int(qk.left.seen.counts.sum()) == 4 * 64 * 32  # images, tokens, channels
+    assert int(qk.left.histogram.counts.sum()) == 4 * 64 * 32  # images, tokens, channels
 
 
 def test_eight_bits_and_float(tiniest, images):

@@ -309,11 +309,11 @@ class Twice(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.share, self.head, self.other = nn.Linear(8, 8), nn.Linear(8, 3), nn.Parameter(torch.zeros(8))
+        self.shared, self.head, self.other = nn.Linear(8, 8), nn.Linear(8, 3), nn.Parameter(torch.zeros(8))
 
     def forward(self, x):
-        x = self.share(self.share(x.flatten(1)).relu()).relu()
-        return self.head(nn.functional.linear(x, self.share.weight, self.other))
+        x = self.shared(self.shared(x.flatten(1)).relu()).relu()
+        return self.head(nn.functional.linear(x, self.shared.weight, self.other))
 
 
 def test_a_report_takes_the_file_of_layers_that_are_called_again(tmp_path):

@@ -555,7 +555,7 @@ def test_native_says_which_shapes_it_wants(free_tokens):
 def test_shapes_that_are_taken_are_not_kept_without_end(free_tokens):
     quantized = replace(free_tokens.quantized)
     for width in range(4, 4 + 4 * _TAKEN, 4):
-        quantized._taken.add(((1, 3, 4, width),))
+        quantized._known_shapes.add(((1, 3, 4, width),))
     quantized.check([torch.empty(1, 3, 8, 8, device="meta")])
     quantized.check([torch.empty(1, 3, 8, 12, device="meta")])
-    assert len(quantized._taken) == _TAKEN
+    assert len(quantized._known_shapes) == _TAKEN

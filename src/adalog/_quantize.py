@@ -142,11 +142,11 @@ def sample_images(images: Images, count: int, seed: int) -> Images:
     The subset depends on the seed and the number of images only, not on the state of global generators.
     """
     inputs = as_batch(images)
-    found = _count(inputs)
-    if found < count:
+    available = _count(inputs)
+    if available < count:
         raise CalibrationError(
-            f"calibration takes {count} images, got {found}: give more, or set Config(images={found}), and use "
-            f"Config.with_fitted_images({found}) if stages fit images"
+            f"calibration takes {count} images, got {available}: give more, or set Config(images={available}), and use "
+            f"Config.with_fitted_images({available}) if stages fit images"
         )
-    sample = take(inputs, draw_indices(found, count, seed))
+    sample = take(inputs, draw_indices(available, count, seed))
     return sample[0] if isinstance(images, Tensor) else sample

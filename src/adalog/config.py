@@ -263,11 +263,11 @@ class Config:
             ('w8a8', 'w6a4')
         """
         names = list(sites)
-        found = [bits for pattern, bits in self.pinned if any(fnmatchcase(name, pattern) for name in names)]
-        if not found:
+        matching = [bits for pattern, bits in self.pinned if any(fnmatchcase(name, pattern) for name in names)]
+        if not matching:
             return self
         widths: dict[str, Any] = {}
-        for bits in found:
+        for bits in matching:
             widths |= _pinned_widths(bits)
         return dataclasses.replace(self, **widths, pinned=())
 

@@ -14,7 +14,7 @@ from adalog.files import check_writable, write_error
 class FinishedParts:
     """The finished parts of a run in files: named JSON objects, one per line, which are only ever appended.
 
-    A line with a fingerprint, which is a digest or JSON, says on what the parts after it depend. `found` has the parts
+    A line with a fingerprint, which is a digest or JSON, says on what the parts after it depend. `parts` has the parts
     with this fingerprint. Each rank of a job appends to its own file: rank 0 to `path`, the others to files with the
     suffix .rank1 and so on. All of these files are read, whichever job wrote them. A last line that was cut off is
     ignored, and the next part takes its place. Nothing is written before the first part. kind: the name of the parts,
@@ -23,7 +23,7 @@ class FinishedParts:
 
     def __init__(self, path: Path, fingerprint: str | Mapping[str, Any], kind: str, rank: int = 0):
         self.path = path if rank == 0 else path.with_name(f"{path.name}.rank{rank}")
-        self.found: dict[str, dict[str, Any]] = {}
+        self.parts: dict[str, dict[str, Any]] = {}
         self._kind, self._header = kind, json.loads(json.dumps({kind: fingerprint}))
         self._last: Any = None  # the last fingerprint of the rank's own file
         self._whole: int | None = None  # the bytes of its whole lines, if more follow
@@ -90,7 +90,7 @@ class FinishedParts:
                     header = line
                     self._mixed = self._mixed if header == self._header else path
                 elif header == self._header:
-                    self.found[str(line["name"])] = line
+                    self.parts[str(line["name"])] = line
         if path == self.path:
             self._last, self._whole = header, len(whole) if len(whole) < len(content) else None
 

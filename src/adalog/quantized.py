@@ -35,7 +35,7 @@ class QuantizedProgram:
     refusals: Mapping[str, str] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     example: tuple[Tensor, ...] = ()
-    _taken: set[tuple[tuple[int, ...], ...]] = field(default_factory=set, init=False, repr=False, compare=False)
+    _known_shapes: set[tuple[tuple[int, ...], ...]] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def check(self, inputs: Sequence[Any]) -> None:
         """Raise ValueError if the number, shapes or dtypes of the inputs differ from `example`, except for free sizes.
@@ -47,11 +47,11 @@ class QuantizedProgram:
         if torch.compiler.is_compiling():  # the compiler finds out itself whether the operations take the inputs
             return
         shapes = tuple(tuple(value.shape) for value in inputs)
-        if shapes not in self._taken:
+        if shapes not in self._known_shapes:
             self.program.check(inputs)
-            if len(self._taken) >= _TAKEN:
-                self._taken.pop()
-            self._taken.add(shapes)
+            if len(self._known_shapes) >= _TAKEN:
+                self._known_shapes.pop()
+            self._known_shapes.add(shapes)
 
     def _check_shapes(self, inputs: Sequence[Any]) -> None:
         """Raise ValueError unless the inputs have the shapes and dtypes of `example`."""
@@ -91,7 +91,7 @@ class QuantizedProgram:
         """Return the program with a function, such as a move or a cast, applied to every tensor; codes stay uint8."""
         example = tuple(function(value) if value.is_floating_point() else value for value in self.example)
         copy = replace(self, program=self.program.map_tensors(function), example=example)
-        copy._taken.update(self._taken)  # the function changes no shapes
+        copy._known_shapes.update(self._known_shapes)  # the function changes no shapes
         return copy
 
     def float_sites(self) -> list[str]:

@@ -344,7 +344,7 @@ class _Board:
     def __init__(self, store: Any, key: str, rank: int, world: int):
         self.key, self._store, self._rank, self._world = key, store, rank, world
         self._put_keys: list[str] = []
-        self._seen = 0  # number of results in the store that this rank has read
+        self._read_count = 0  # number of results in the store that this rank has read
         self._own: set[str] = set()
 
     def agree(self, names: Sequence[str], known: Mapping[str, T], coded: Codec[T]) -> dict[str, T]:
@@ -380,8 +380,8 @@ class _Board:
         if self._world == 1:
             return []
         self._check()
-        begin, self._seen = self._seen, int(self._store.add(f"{self.key}/told", 0))
-        names = [self._await(f"told/{number}").decode() for number in range(begin, self._seen)]
+        begin, self._read_count = self._read_count, int(self._store.add(f"{self.key}/told", 0))
+        names = [self._await(f"told/{number}").decode() for number in range(begin, self._read_count)]
         return [(name, self._await(f"result/{name}")) for name in names if name not in self._own]
 
     def wait_for(self, ready: Callable[[], T]) -> T:

@@ -198,8 +198,8 @@ def load(path: str | Path, *, threads: int = 1, level: str | None = None, memory
 @functools.cache
 def _library() -> ctypes.CDLL:
     """Load the compiled library and declare its functions. Raises ValueError if it cannot be used here."""
-    found, why = library.load()
-    if found is None:
+    compiled, why = library.load()
+    if compiled is None:
         raise ValueError(f"packs do not run here: {why}")
     error, model, buffers = POINTER(_Error), c_void_p, POINTER(_Buffer)
     for name, result, arguments in (
@@ -208,9 +208,9 @@ def _library() -> ctypes.CDLL:
         ("run", c_int, [model, c_int64, buffers, c_size_t, buffers, c_size_t, error]),
         ("close", None, [model]),
     ):
-        function = getattr(found, f"adalog_model_{name}")
+        function = getattr(compiled, f"adalog_model_{name}")
         function.restype, function.argtypes = result, arguments
-    return found
+    return compiled
 
 
 def _check(error: _Error, path: Path | None = None) -> None:

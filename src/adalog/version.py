@@ -13,9 +13,9 @@ def source_hash(folder: Path = Path(__file__).parent) -> str:
 
     These are the Python, C++ and JSON files of the package in `folder`, by default this one, with their paths in it.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h", ".json")):
         name, content = path.relative_to(folder).as_posix().encode(), path.read_bytes()
-        found.update(b"%d %s %d " % (len(name), name, len(content)))
-        found.update(content)
-    return found.hexdigest()[:16]
+        digest.update(b"%d %s %d " % (len(name), name, len(content)))
+        digest.update(content)
+    return digest.hexdigest()[:16]

@@ -76,8 +76,8 @@ class BlockRefinement(Refinement):
             refined = _refine_by_gradients(
                 values, block, [current[index] for index in indices], self, gradients[block.value_out]
             )
-            for index, each in zip(indices, refined, strict=True):
-                current[index] = each
+            for index, result in zip(indices, refined, strict=True):
+                current[index] = result
         return current
 
 
@@ -128,8 +128,8 @@ def _read_by(program: Program, names: Collection[str]) -> list[str]:
         if node.name in later or not later.isdisjoint(node.refs()):
             later.add(node.name)
             read.update(dict.fromkeys(node.refs()))
-    made = {node.name for node in program.nodes}
-    return [name for name in read if name in made and name not in later]
+    computed = {node.name for node in program.nodes}
+    return [name for name in read if name in computed and name not in later]
 
 
 def refine_block(

@@ -292,8 +292,8 @@ class _ScaledQuantizers:
 
         Groups that share a scale use the sum of their losses. Equal points stay in their order.
         """
-        each = [split.losses(partial(self._errors, split.operand.values), points) for split in error.splits()]
-        losses = self._merge(torch.stack(each).sum(0), torch.sum)
+        part_losses = [split.losses(partial(self._errors, split.operand.values), points) for split in error.splits()]
+        losses = self._merge(torch.stack(part_losses).sum(0), torch.sum)
         if error.output is None:
             return losses.sort(dim=0, stable=True).indices
         power = self._merge(error.power(), torch.sum)

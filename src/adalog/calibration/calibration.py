@@ -181,7 +181,7 @@ class Calibration:
         self._shared = ProductFields(
             self.program, self.images, self.groups, self._blocks, self._observed, seed, self._unfolded, memory // 2
         )
-        self._found: dict[Any, Any] = {}  # folds and assignments, by everything that they depend on
+        self._searched: dict[Any, Any] = {}  # folds and assignments, by everything that they depend on
         self._assigned: dict[Any, Assignment] = {}  # results of whole searches, including those of other ranks
         self._seconds: dict[Any, float] = {}
 
@@ -393,7 +393,7 @@ class Calibration:
             gradient: Gradient of the loss with respect to the model's only output, (N, ...).
         """
         self._shared.probe(gradient)
-        for cache in (self._found, self._assigned, self._seconds):
+        for cache in (self._searched, self._assigned, self._seconds):
             cache.clear()
 
     def operand(self, name: str) -> Tensor:
@@ -426,7 +426,7 @@ class Calibration:
         folds = self._folds(groups, whole_config)
         if start is not None and isinstance(config.search, Search) and _fits(start, config):
             folds = [(start.fold, folds[0][1])]  # its quantizers belong to operands with this fold
-        cache = self._found if start is None else {}  # without a start these choices may find other quantizers
+        cache = self._searched if start is None else {}  # without a start these choices may find other quantizers
         for activation in formats_of(groups[0].first, config):
             if candidates[0] and groups[0].first.role in ("linear", "conv"):  # the first products have the same values
                 products = [_in_format(results[0].product, activation, config) for results in candidates]
@@ -498,7 +498,7 @@ class Calibration:
             bits = config.for_sites(pair.sites).activation_bits
             key = ("fold", pair.norm.name, bits, search, self._shared.order(config))
             keys.append(key)
-            if key in self._found:
+            if key in self._searched:
                 continue
             operands = self._observed.read(self._requests[group.name].names) if ordered is None else ordered
             inputs = {site.left for site in self.sites if site.name in pair.sites}
@@ -510,8 +510,8 @@ class Calibration:
             missing.setdefault((bits, values.shape, weight.shape), {})[key] = values, weight
         for (bits, *_), norms in missing.items():
             values, weights = zip(*norms.values(), strict=True)
-            self._found |= dict(zip(norms, search.fold_together(values, bits, weights), strict=True))
-        return [(None, None) if key is None else self._found[key] for key in keys]
+            self._searched |= dict(zip(norms, search.fold_together(values, bits, weights), strict=True))
+        return [(None, None) if key is None else self._searched[key] for key in keys]
 
     # --- all groups ---
 

@@ -39,7 +39,7 @@ from adalog.device import waits_for_launches
 from adalog.errors import CalibrationError, one_line
 from adalog.graph.convolution import conv_geometry, patches
 from adalog.graph.program import Node, Program
-from adalog.graph.rewrite import Assigned, Made, SiteGroup, exact_bias, rewrite
+from adalog.graph.rewrite import Assigned, RewriteCache, SiteGroup, exact_bias, rewrite
 from adalog.graph.sites import find_pieces
 from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, UniformQuantizer, decibels
 from adalog.quantizers.elementwise import codes_in_turn
@@ -156,8 +156,8 @@ def correct(
     overflow or vanish.
     """
     current = list(assigned)
-    made: Made = {}
-    before = rewrite(program, assigned, made)
+    cache: RewriteCache = {}
+    before = rewrite(program, assigned, cache)
     share = None if memory is None else memory // 2
     pieces = find_pieces(program)
     floats = Values(program, images, share, pieces)
@@ -180,7 +180,7 @@ def correct(
             key = f"correction of {group.name}"
             result = None if partial is None else partial.get(key, images[0].device)
             if result is None:
-                within = rewrite(program, [current[number] for number in here], made)
+                within = rewrite(program, [current[number] for number in here], cache)
                 moments = _collect_moments(
                     floats, quantized, piece.value_in, group, within, weights or {}, streams[index]
                 )
@@ -189,12 +189,12 @@ def correct(
                     partial.add(key, result)
             current[index] = (group, result)
         if able:
-            quantized.change(rewrite(program, current, made), piece.value_in)
+            quantized.change(rewrite(program, current, cache), piece.value_in)
         done += len(inside)
         if progress is not None and inside:
             progress(done, len(current), f"{current[inside[-1]][0].name} corrected")
     if choices.robust:
-        outcomes = output_errors(program, floats, [before, rewrite(program, current, made)])
+        outcomes = output_errors(program, floats, [before, rewrite(program, current, cache)])
         own, corrected_errors = (sum(errors.values()) for errors in outcomes)
         if corrected_errors > own:
             return list(assigned)

@@ -132,7 +132,7 @@ def squared_gradients(
     ends = _ends(program, shapes, sizes, None if memory is None else memory * count // min(batch, count))
     # Large values are reduced after each probe, which saves memory. The last bits differ from a reduction at the end,
     # so all others are reduced at the end.
-    each, whole = (reduced, _unchanged) if few < draw else (_unchanged, reduced)
+    reduce_each, reduce_all = (reduced, _unchanged) if few < draw else (_unchanged, reduced)
     batches: dict[str, list[Tensor]] = {name: [] for name in names}
     start = 0
     for images_of_batch in values.split(values.images, batch):
@@ -142,8 +142,8 @@ def squared_gradients(
         def slopes(outputs: Sequence[Tensor], which: slice = which) -> Sequence[Sequence[Tensor]]:
             return _draw(probes, outputs, which, min(draw, batch))
 
-        for name, value in _squares_of_batch(values, free, chunk, names, slopes, each, ends).items():
-            batches[name].append(whole(name, value))
+        for name, value in _squares_of_batch(values, free, chunk, names, slopes, reduce_each, ends).items():
+            batches[name].append(reduce_all(name, value))
     together = {
         name: values[0] if dimensions is None else torch.cat(values, dimensions[name])
         for name, values in batches.items()
@@ -220,16 +220,16 @@ def _squares_of_batch(
         raise CalibrationError(
             "the model has no differentiable output, but this method needs one: choose another method"
         )
-    given = slopes(outputs)
-    probes = len(given)
+    out_gradients = slopes(outputs)
+    probes = len(out_gradients)
     for index in reversed(range(len(borders))):
         starts = {name: value for name, value in chunks[index].items() if name not in images}
         starts = {name: value for name, value in starts.items() if _has_gradient(value)}
         squares |= {name: reduced(name, torch.zeros_like(value)) for name, value in kept.items()}
         reached = {name: value for name, value in kept.items() if value.requires_grad}
         inputs, following = [*starts.values(), *reached.values()], list[Sequence[Tensor | None]]()
-        for number, gradients in enumerate(given if inputs and outputs else ()):
-            more = number + 1 < len(given)
+        for number, gradients in enumerate(out_gradients if inputs and outputs else ()):
+            more = number + 1 < len(out_gradients)
             gradients_in = list(torch.autograd.grad(outputs, inputs, gradients, retain_graph=more, allow_unused=True))
             for name in reversed(reached):
                 gradient = gradients_in.pop()  # so that it is freed before the next one is squared
@@ -242,12 +242,12 @@ def _squares_of_batch(
             result, kept = _stretch(values, free, chunks[-1], borders[index - 1], names)
             used = [place for place, name in enumerate(starts) if following and following[0][place] is not None]
             outputs = [result[name] for place, name in enumerate(starts) if place in used]
-            given = [[gradient for gradient in found if gradient is not None] for found in following]
+            out_gradients = [[gradient for gradient in of_probe if gradient is not None] for of_probe in following]
     return squares
 
 
 def _stretch(
-    values: Values, free: Program, chunk: Chunk, wanted: Collection[str], names: Collection[str]
+    values: Values, free: Program, chunk: Chunk, border: Collection[str], names: Collection[str]
 ) -> tuple[Chunk, Chunk]:
     """Compute the values that a stretch passes on from the values of a chunk; return also its named values."""
     kept: Chunk = {}
@@ -257,7 +257,7 @@ def _stretch(
             kept[node.name] = result
 
     with torch.enable_grad():
-        return values.compute(chunk, wanted, free, watch), kept
+        return values.compute(chunk, border, free, watch), kept
 
 
 def _detach(value: Any) -> Any:

@@ -87,7 +87,7 @@ class Observations:
             by_row, scratch = request.by_row and other.by_row, max(request.scratch, other.scratch)
             together[names] = Request(other.site, names, by_row, scratch, min(request.stride, other.stride))
         self._stages = self._divide(list(together.values()), memory)
-        self._wanted = frozenset[str]().union(*(stage.names for stage in self._stages))
+        self._requested = frozenset[str]().union(*(stage.names for stage in self._stages))
         self._lock = Lock()
         self._now: int | None = None
         self._values: Chunk = {}
@@ -152,12 +152,12 @@ class Observations:
         strides, short = list[int](), list[tuple[int, Request]]()
         for request in requests:
             least = max(1, -(-self._bytes(request.names) // max(limit, 1)), -(-request.scratch // max(memory, 1)))
-            each, most = (1, 1) if max(least, request.stride) == 1 else self._possible(request)
+            divisor, most = (1, 1) if max(least, request.stride) == 1 else self._possible(request)
             if least > most:
                 size = max(memory_to_hold(self._bytes(request.names)), request.scratch)
                 short.append((2 * (size // most + 4), request))
             else:
-                strides.append(coprime(max(least, min(request.stride, most)), each))
+                strides.append(coprime(max(least, min(request.stride, most)), divisor))
         if short:
             enough, request = max(short, key=lambda pair: pair[0])
             shapes = " and ".join(str(tuple(self._shapes[name].shape)) for name in sorted(request.names))
@@ -255,7 +255,7 @@ class Observations:
         checks: list[tuple[Node, Tensor]] = []
 
         def check(node: Node, args: tuple[Any, ...], result: Any) -> None:
-            if node.name in self._wanted:
+            if node.name in self._requested:
                 checks.append((node, torch.isfinite(result).all()))
 
         result = self._all.compute(chunk, names, watch=check)

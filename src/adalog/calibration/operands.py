@@ -117,7 +117,7 @@ def operands_of(
 ) -> tuple[Operand, Operand]:
     """Return both operands of the group's product with their formats, the right one transposed.
 
-    seen: the observed values by name. activation: the format of the left operand.
+    values: the observed values by name. activation: the format of the left operand.
     """
     site = group.first
     if site.role in ("qk", "av"):

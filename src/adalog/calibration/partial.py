@@ -42,14 +42,14 @@ class Partial:
     def __init__(self, path: Path, fingerprint: str, rank: int = 0):
         self._finished = FinishedParts(path, fingerprint, "searches", rank).alone()
         with self._finished.refusing():
-            self._found = {name: assignment_of(name, line) for name, line in self._finished.found.items()}
+            self._assignments = {name: assignment_of(name, line) for name, line in self._finished.parts.items()}
 
     def get(self, name: str, device: str | torch.device = "cpu") -> Assignment | None:
         """Return the assignment of this name, or None if it is not finished.
 
         The name of a search is the name of its group.
         """
-        line = self._found.get(name)
+        line = self._assignments.get(name)
         return None if line is None else line.to(torch.device(device))
 
     def add(self, name: str, assignment: Assignment) -> None:

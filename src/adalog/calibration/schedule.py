@@ -167,7 +167,7 @@ def run_searches(
         stacks = {stack[0].name: stack for stack in sorted(split, key=size, reverse=True)}
         members = {name: [group.name for group in stack] for name, stack in stacks.items()}
         names = list(chain.from_iterable(members.values()))
-        stored = {name: each for name in names if partial and (each := partial.get(name, device))}
+        stored = {name: line for name in names if partial and (line := partial.get(name, device))}
         assignments.update({name: known[name] for name in names if name in known} | stored)
         for name in names:
             if partial is not None and ranks.first and name in assignments and name not in stored:

@@ -45,14 +45,14 @@ class ProductFields:
     ):
         self._program, self._images, self._groups, self._blocks = program, images, groups, blocks
         self._observed, self._seed, self._unfolded, self._memory = observed, seed, unfolded, memory
-        self._found: dict[Any, Any] = {}
+        self._cache: dict[Any, Any] = {}
         self._in_order: tuple[Config, dict[str, Tensor]] | None = None
         self._probe: Tensor | None = None
 
     def probe(self, gradient: Tensor) -> None:
         """Weight errors by this gradient of a loss with respect to the model's only output, not by random ones."""
         self._probe = gradient
-        self._found.clear()
+        self._cache.clear()
 
     def probes(self) -> list[tuple[str, Tensor]]:
         """Return the gradient that `probe` was called with, for a fingerprint; empty if there is none."""
@@ -111,9 +111,9 @@ class ProductFields:
     def row_weights(self, power: float) -> dict[str, Tensor] | None:
         """Return the weights of the rows of every site's output: `importance.row_weights`."""
         key = ("importance", power)
-        if key not in self._found:
-            self._found[key] = row_weights(self._program, self._images, self._groups, power, self._seed, self._memory)
-        weights: dict[str, Tensor] | None = self._found[key]
+        if key not in self._cache:
+            self._cache[key] = row_weights(self._program, self._images, self._groups, power, self._seed, self._memory)
+        weights: dict[str, Tensor] | None = self._cache[key]
         return weights
 
     def order(self, config: Config) -> Config | None:
@@ -147,21 +147,21 @@ class ProductFields:
     def squared_gradients(self, probes: int, *, noise: bool = False) -> dict[str, Tensor]:
         """Return squared gradients of the loss with respect to each site's and block's output, by output name."""
         key = ("gradients", probes, noise)
-        if key not in self._found:
+        if key not in self._cache:
             generator = torch.Generator().manual_seed(self._seed)
             random_probes = [noise_probe(generator)] if noise else [hessian_probe(generator)] * probes
-            given = random_probes if self._probe is None else [gradient_probe(self._probe)]
+            used = random_probes if self._probe is None else [gradient_probe(self._probe)]
             sites = {name for group in self._groups for name in group.nodes}
             names = sites | {block.value_out for block in self._blocks}
-            self._found[key] = squared_gradients(self._program, self._images, names, given, memory=self._memory)
-        squares: dict[str, Tensor] = self._found[key]
+            self._cache[key] = squared_gradients(self._program, self._images, names, used, memory=self._memory)
+        squares: dict[str, Tensor] = self._cache[key]
         return squares
 
     def _all_row_splits(self) -> dict[str, Tensor]:
-        if "row splits" not in self._found:
+        if "row splits" not in self._cache:
             sites = [site for group in self._groups for site in group.sites]
-            self._found["row splits"] = find_splits(self._program, sites, take(self._images, [0, 1]))
-        splits: dict[str, Tensor] = self._found["row splits"]
+            self._cache["row splits"] = find_splits(self._program, sites, take(self._images, [0, 1]))
+        splits: dict[str, Tensor] = self._cache["row splits"]
         return splits
 
     def _row_splits(self, group: SiteGroup) -> Tensor | None:

@@ -121,7 +121,7 @@ class Values:
     def of(self, names: Collection[str], chunk: Chunk | None = None, program: Program | None = None) -> Chunk:
         """Return the named values on all images.
 
-        given: values on all images to compute them from, with the images; by default, the nearest start that is held.
+        chunk: values on all images to compute them from, with the images; by default, the nearest start that is held.
         program: another program with the same values, such as the quantized one, or a rewritten result of `operations`.
         """
         if chunk is not None:

@@ -121,7 +121,7 @@ class Detector:
     def proposals(self, outputs: Sequence[Tensor], size: tuple[int, int]) -> Tensor:
         """Return the regions of one image that may contain objects, the most likely first: (n, 4).
 
-        found: outputs of the part "rpn" without the image axis. size: (height, width) without padding.
+        outputs: those of the part "rpn" without the image axis. size: (height, width) without padding.
         """
         settings = self.settings
         boxes, scores, which = [], [], []

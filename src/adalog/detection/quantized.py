@@ -89,7 +89,7 @@ def quantize_detector(
 def part_calibration(
     part: nn.Module, name: str, first: tuple[Tensor, ...], values: tuple[Tensor, ...], *, seed: int, memory: int | None
 ) -> Calibration:
-    """Return the calibration of a part. first: its inputs on the calibration images; given: on all images."""
+    """Return the calibration of a part. first: its inputs on the calibration images; values: on all images."""
     sizes = _sizes(name.partition("_")[0])
     return Calibration(part, first, unlabelled=values, seed=seed, memory=memory, sizes=sizes)
 

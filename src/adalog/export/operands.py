@@ -53,7 +53,7 @@ class OnnxEncoder(nn.Module):
                 f"{name} has a quantizer of the kind {quantizer.kind}, which adalog cannot export to ONNX: choose "
                 "another kind of quantizer"
             )
-        self.parts, self.each = nn.ModuleList(parts), parts
+        self.parts, self.typed_parts = nn.ModuleList(parts), parts
 
     def forward(self, x: Tensor) -> "OnnxOperand":
         return OnnxOperand(self, x)
@@ -69,29 +69,31 @@ class OnnxOperand:
 
     def __init__(self, encoder: OnnxEncoder, value: Tensor):
         self.encoder, self.value = encoder, value
-        self._made: dict[str, list[list[Digit]]] = {}
+        self._digits: dict[str, list[list[Digit]]] = {}
 
     def bytes(self, *, signed: bool) -> list[list[Digit]]:
         """Return the digits of each part, as bytes."""
         kind = "signed" if signed else "bytes"
-        if kind not in self._made:
-            self._made[kind] = [
+        if kind not in self._digits:
+            self._digits[kind] = [
                 [
                     replace(digit, at=name, operand=self.encoder.name)
                     for digit in part.bytes(self.value, name, limits, signed)
                 ]
-                for name, part, limits in zip(self._names(kind), self.encoder.each, self.encoder.limits, strict=True)
+                for name, part, limits in zip(
+                    self._names(kind), self.encoder.typed_parts, self.encoder.limits, strict=True
+                )
             ]
-        return self._made[kind]
+        return self._digits[kind]
 
     def floats(self) -> list[list[Digit]]:
         """Return each part as whole numbers in float32."""
-        if "floats" not in self._made:
-            self._made["floats"] = [
+        if "floats" not in self._digits:
+            self._digits["floats"] = [
                 [Digit(name, part.whole(self.value, name, name), at=name, operand=self.encoder.name)]
-                for name, part in zip(self._names("floats"), self.encoder.each, strict=True)
+                for name, part in zip(self._names("floats"), self.encoder.typed_parts, strict=True)
             ]
-        return self._made["floats"]
+        return self._digits["floats"]
 
     def _names(self, kind: str) -> list[str]:
         return [f"{self.encoder.name}.{kind}.{index}" for index in range(len(self.encoder.limits))]

@@ -528,7 +528,7 @@ def _tolerance(expected: Tensor) -> float:
 def _why_unlike(model: nn.Module, inputs: tuple[Any, ...], expected: Sequence[Any], error: float) -> str:
     """Return a sentence that says why a program may differ from its model by this error, and what to do.
 
-    wanted: the outputs of the model on the inputs.
+    expected: the outputs of the model on the inputs.
     """
     if math.isnan(error):
         return "The images may contain NaN: check how they are prepared"

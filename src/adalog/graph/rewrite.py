@@ -60,7 +60,7 @@ class SiteGroup:
 Assigned = Sequence[tuple[SiteGroup, Assignment]]  # the assignment of each group, in order of execution
 # What assignments made of a program's tensors, by the node that reads them and the assignment's identity. The value
 # holds the assignment too, so that it lives as long as its identity is used.
-Made = dict[tuple[str, int], tuple[Assignment, Any]]
+RewriteCache = dict[tuple[str, int], tuple[Assignment, Any]]
 
 
 def group_sites(sites: Sequence[Site], pairs: Sequence[Pair]) -> list[SiteGroup]:
@@ -74,12 +74,12 @@ def group_sites(sites: Sequence[Site], pairs: Sequence[Pair]) -> list[SiteGroup]
     return [SiteGroup(tuple(members), folded.get(members[0].name)) for members in together.values()]
 
 
-def rewrite(program: Program, assigned: Assigned, made: Made | None = None) -> Program:
+def rewrite(program: Program, assigned: Assigned, cache: RewriteCache | None = None) -> Program:
     """Return the program with quantized operands, coded weights, folded norms and absorbed offsets.
 
-    made: what earlier calls with the same program made, so that weights are not computed again; it is added to.
+    cache: the results of earlier calls with the same program, so that weights are not computed again; it is added to.
     """
-    build = _Build(program, {} if made is None else made)
+    build = _Build(program, {} if cache is None else cache)
     for group, assignment in assigned:
         build.place(group, assignment)
     return build.program()
@@ -121,9 +121,9 @@ def absorb_offset(weight_hat: Tensor, bias: Tensor | None, offset: float) -> Ten
 class _Build:
     """A program that is being rewritten, group by group."""
 
-    def __init__(self, program: Program, made: Made):
+    def __init__(self, program: Program, cache: RewriteCache):
         self._program = program
-        self._made = made
+        self._cache = cache
         self._tensors: dict[str, Tensor] = dict(program.tensors)
         self._weights: dict[str, QuantizedTensor] = {}
         self._quantizers: dict[str, Quantizer] = {}
@@ -166,12 +166,12 @@ class _Build:
             end = start + self._program.tensors[site.right].shape[0]
             own_bias = None if site.bias is None else self._tensors[site.bias]
             key = site.node.name, id(assignment)
-            if key not in self._made:
+            if key not in self._cache:
                 original = self._program.tensors[site.right]
                 bias = None if assignment.bias is None else _between(assignment.bias, start, end)
                 right = _rows(assignment.right, start, end)
-                self._made[key] = assignment, _quantized_weight(original, own_bias, right, fold, offset, bias)
-            self._place_weight(site, inputs, own_bias, *self._made[key][1])
+                self._cache[key] = assignment, _quantized_weight(original, own_bias, right, fold, offset, bias)
+            self._place_weight(site, inputs, own_bias, *self._cache[key][1])
             start = end
 
     def _fold_norm(self, pair: Pair, assignment: Assignment, fold: Fold) -> None:
@@ -181,10 +181,10 @@ class _Build:
         weight, bias = (self._tensors[norm.args[i].name] for i in (2, 3))
         names = [self._own(norm.args[i].name, [norm]) for i in (2, 3)]
         key = norm.name, id(assignment)
-        if key not in self._made:
+        if key not in self._cache:
             beta = torch.zeros_like(fold.beta) if pair.padded else fold.beta
-            self._made[key] = assignment, replace(fold, beta=beta).norm(weight, bias)
-        self._tensors[names[0]], self._tensors[names[1]] = self._made[key][1]
+            self._cache[key] = assignment, replace(fold, beta=beta).norm(weight, bias)
+        self._tensors[names[0]], self._tensors[names[1]] = self._cache[key][1]
         self._nodes[norm.name] = replace(norm, args=(*norm.args[:2], *map(Ref, names), *norm.args[4:]))
         self._folded.add(norm.name)
 
@@ -268,16 +268,16 @@ def _quantized_weight(
     right: Quantizer | QuantizedTensor | None,
     fold: Fold | None,
     offset: float,
-    tensor: Tensor | None,
+    fitted_bias: Tensor | None,
 ) -> tuple[QuantizedTensor | None, Tensor, Tensor | None]:
     """Return a site's codes, None if it stays float, its weight as it is computed with, and its bias.
 
     original, bias: the float weight and bias. right: the weight's codes or quantizer. offset: what the bias absorbs.
-    given: a bias that replaces the site's own.
+    fitted_bias: a bias that replaces the site's own.
     """
     values, shape = original.flatten(1), original.shape
     new_bias = bias
-    if fold is not None and (tensor is None or not isinstance(right, QuantizedTensor)):
+    if fold is not None and (fitted_bias is None or not isinstance(right, QuantizedTensor)):
         values, new_bias = fold.linear(original, bias)
     stored = None
     weight = values.reshape(shape)
@@ -287,8 +287,8 @@ def _quantized_weight(
         lead = (-1, *(1 for _ in shape[1:]))
         stored = QuantizedTensor(right.codes.reshape(shape), right.quantizer.map(lambda value: value.reshape(lead)))
         weight = stored.dequantize()
-    if tensor is not None:
-        return stored, weight, tensor
+    if fitted_bias is not None:
+        return stored, weight, fitted_bias
     return stored, weight, absorb_offset(weight.flatten(1), new_bias, offset) if offset else new_bias
 
 

@@ -136,11 +136,11 @@ def sums(product: Tensor, base: Tensor, error: Tensor | None, sizes: Sequence[in
     block = _BLOCK if after > _BLOCK // 4 else _BLOCK // 4
     chunk = min(_CHUNK, triton.cdiv(after, block) * block)
     parts = triton.cdiv(after, chunk)
-    found = torch.empty(count, own, before * parts, dtype=torch.float32, device=base.device)
+    result = torch.empty(count, own, before * parts, dtype=torch.float32, device=base.device)
     numbers = (count, before, own, after, matrix, parts, chunk)
     with torch.cuda.device_of(base):
-        _sums[(found.numel(),)](product, base, error, found, *numbers, block, num_warps=4, enable_fp_fusion=False)
-    return found.sum(2) if before * parts > 1 else found[..., 0]
+        _sums[(result.numel(),)](product, base, error, result, *numbers, block, num_warps=4, enable_fp_fusion=False)
+    return result.sum(2) if before * parts > 1 else result[..., 0]
 
 
 def own_errors(ordered: Tensor, sums: Tensor, squares: Tensor, levels: Tensor, thresholds: Tensor) -> Tensor:
@@ -152,16 +152,16 @@ def own_errors(ordered: Tensor, sums: Tensor, squares: Tensor, levels: Tensor, t
     count, groups, size = levels.shape
     padded = triton.next_power_of_2(size)
     together, length = max(1, _LEVELS // padded), ordered.shape[1]
-    found = torch.empty(count, groups, dtype=torch.float64, device=levels.device)
+    result = torch.empty(count, groups, dtype=torch.float64, device=levels.device)
     numbers = (count * groups, groups, length, size, length.bit_length())
     with torch.cuda.device_of(levels):
         _own_errors[(triton.cdiv(count * groups, together),)](
-            *(ordered, sums, squares, levels, thresholds, found, *numbers),
+            *(ordered, sums, squares, levels, thresholds, result, *numbers),
             *(together, padded),
             num_warps=4,
             enable_fp_fusion=False,
         )
-    return found
+    return result
 
 
 def uniform_of_bounds(lower: Tensor, upper: Tensor, top: int, least: float) -> tuple[Tensor, Tensor]:

@@ -81,9 +81,9 @@ class Format:
 
     def quantizer(self, point: Tensor, shape: Sequence[int]) -> Quantizer:
         """Return the quantizer of one point (P, *groups); its parameters broadcast against values of this shape."""
-        found = self.of(self._shaped(point[None], shape))
+        quantizer_of_point = self.of(self._shaped(point[None], shape))
         keeps_shape = self.own_dims or self.has_groups
-        return found.map(lambda value: value[0] if keeps_shape else value.reshape(()))
+        return quantizer_of_point.map(lambda value: value[0] if keeps_shape else value.reshape(()))
 
     def fake_quantize(self, point: Tensor, values: Tensor) -> Tensor:
         """Return the values after quantization by the quantizer of one point (P, *groups)."""

@@ -125,13 +125,13 @@ def operand_picture(operand: OperandFacts, name: str) -> Markup:
         return Markup("")
     axis = Axis.of(operand.quantizer)
     rows = operand.levels
-    step = 14 if len(rows) == 1 else 7 if operand.seen is not None else 10
-    top = 2 if operand.seen is not None else _BASE - 4 - step * len(rows)  # without bars, ticks are on the axis
+    step = 14 if len(rows) == 1 else 7 if operand.histogram is not None else 10
+    top = 2 if operand.histogram is not None else _BASE - 4 - step * len(rows)  # without bars, ticks are on the axis
     apart = 1 if len(rows) == 1 else _APART
     parts = [_ticks(axis, levels, step * index + top, step - 3, apart) for index, levels in enumerate(rows)]
-    if operand.seen is not None:
-        parts.append(_bars(operand.seen.counts, step * len(rows) + 6, logarithmic=True))
-    what = "levels" if operand.seen is None else "values and levels"
+    if operand.histogram is not None:
+        parts.append(_bars(operand.histogram.counts, step * len(rows) + 6, logarithmic=True))
+    what = "levels" if operand.histogram is None else "values and levels"
     low, high = axis.ends
     middle = "logarithmic axis" if axis.logarithmic else ""
     middle += f" of value + {axis.lift:.2g}" if axis.lift else ""

@@ -216,8 +216,8 @@ def _operand(side: str, operand: OperandFacts, site: SiteFacts, sensitivity: Los
         scales = operand.quantizer.scale.numel()
         facts.append(f"range {short(float(low.min()))} to {short(float(high.max()))}")
         facts.append(f"{operand.quantizer.code_count} codes, {scales} scale{'s' * (scales > 1)}")
-    if operand.seen is not None:
-        facts.append(f"values seen {short(operand.seen.least)} to {short(operand.seen.greatest)}")
+    if operand.histogram is not None:
+        facts.append(f"values seen {short(operand.histogram.least)} to {short(operand.histogram.greatest)}")
     losses = {} if sensitivity is None else sensitivity.losses.get((site.row.site, operand.kind), {})
     group = () if sensitivity is None else sensitivity.groups.get((site.row.site, operand.kind), ())
     return {

@@ -81,7 +81,7 @@ class OperandFacts:
     words: its quantizer, as in the ledger.
     bits: 32 in float; None if the file's program does not have the site.
     weight: its codes, if it is a stored weight.
-    seen: its values on images, if there are any.
+    histogram: its values on images, if there are any.
     """
 
     kind: str
@@ -89,7 +89,7 @@ class OperandFacts:
     bits: int | None = None
     quantizer: Quantizer | None = None
     weight: QuantizedTensor | None = None
-    seen: ValueHistogram | None = None
+    histogram: ValueHistogram | None = None
 
     @property
     def code_counts(self) -> Tensor:
@@ -191,7 +191,7 @@ def examine(
 def _facts(quantized: QuantizedProgram, spent: Cost, histograms: Mapping[str, ValueHistogram]) -> tuple[SiteFacts, ...]:
     """Return the rows of the ledger with facts from the program.
 
-    seen: values by the name of the quantizer.
+    histograms: values by the name of the quantizer.
     """
     program = quantized.program
     plain, _ = program.unquantize()

@@ -74,7 +74,7 @@ class Compiled(nn.Module):
         if executor == "native":
             self._context = native.Context(torch.get_num_threads() if threads is None else threads, level)
         self._lock = threading.Lock()
-        self._wanted = False
+        self._compiles = False
         self.eval()
         self._prepare_plans()
         if batch is not None:
@@ -87,7 +87,7 @@ class Compiled(nn.Module):
         first sees inputs of a shape, which takes some time. Equal values keep equal codes; float operations may differ
         in the last bit.
         """
-        self._wanted = True
+        self._compiles = True
         self._prepare_plans()
 
     def _prepare_plans(self) -> None:
@@ -110,7 +110,7 @@ class Compiled(nn.Module):
         self._apart = compile_program(self.quantized.program, sites, *makers)
         self._fused = integer.fuse(*self._apart) if self.executor == "torch" else self._apart
         on_cpu = all(value.device.type == "cpu" for value in self.quantized.program.tensors.values())
-        self._regions = regions.fuse(*self._apart) if self._wanted and self.executor == "torch" and on_cpu else None
+        self._regions = regions.fuse(*self._apart) if self._compiles and self.executor == "torch" and on_cpu else None
         self._plans: dict[tuple[tuple[int, ...], ...], native.Plan] = {}
 
     def _check_native(self) -> None:

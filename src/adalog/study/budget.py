@@ -133,19 +133,21 @@ class _Maker:
 
     calibration: Calibration
     config: Config
-    found: Sensitivity
+    measurement: Sensitivity
     budget: Budget
     notes: Mapping[str, Any]
     resources: Resources
 
     def make(self, plan: BitAllocation, config: Config) -> BudgetedModel:
         """Quantize by a plan under this config, with or without its stages."""
-        pins = plan.pins(self.found.units, config)
+        pins = plan.pins(self.measurement.units, config)
         name = hashlib.sha256(repr((pins, config.stages)).encode()).hexdigest()[:8]
         choices = replace(config, pinned=(*config.pinned, *pins))
         model = self.calibration.quantize(choices, self.resources.named(name))
         record = {"limits": asdict(self.budget), "foretold": plan.totals.loss}
-        model.note(**self.notes, budget={**record, "measure": self.found.measure, "judged": self.found.images})
+        model.note(
+            **self.notes, budget={**record, "measure": self.measurement.measure, "judged": self.measurement.images}
+        )
         return BudgetedModel(model, plan, *budget_of(model))
 
 
@@ -161,11 +163,11 @@ def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, i
         spent = overhead or Totals(_bytes_beside(maker.calibration), 0.0, 0.0)
         total = Totals(spent.bytes + extra.bytes, spent.bops + extra.bops, 0.0)
         try:
-            plan = choose(maker.found, budget, fixed, total)
+            plan = choose(maker.measurement, budget, fixed, total)
         except DataError:
             if overhead is not None:
                 break
-            plan = _narrowest(maker.found, fixed)  # the cost besides the units is only an estimate yet
+            plan = _narrowest(maker.measurement, fixed)  # the cost besides the units is only an estimate yet
         if best is not None and plan.widths == best.plan.widths:
             break
         model = maker.make(plan, plain)
@@ -184,7 +186,7 @@ def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, i
         overhead = Totals(max(former.bytes, excess.bytes), max(former.bops, excess.bops), 0.0)
     if best is None:
         assert overhead is not None
-        choose(maker.found, budget, fixed, Totals(overhead.bytes + extra.bytes, overhead.bops + extra.bops, 0.0))
+        choose(maker.measurement, budget, fixed, Totals(overhead.bytes + extra.bytes, overhead.bops + extra.bops, 0.0))
         raise DataError("no choice of widths was within the budget: increase it a little")
     return best
 
@@ -242,7 +244,7 @@ def choose(
 
     The cheapest widths have the least sum of bytes and BOPs, each relative to the cost of the widest operands.
     fixed: the width of each kind of operand that is not to be chosen.
-    beside: the cost of the model besides the units; it counts towards the limits.
+    overhead: the cost of the model besides the units; it counts towards the limits.
     Raises DataError if no widths meet the budget.
     """
     fixed, overhead = fixed or {}, overhead or Totals(0.0, 0.0, 0.0)

@@ -169,18 +169,18 @@ def in_batches(
 
 def _logits(output: Any, images: int) -> Tensor:
     """Return the logits in a model's output. Raises DataError if there are none."""
-    found: Any
+    logits: Any
     if isinstance(output, Tensor):
-        found = output
+        logits = output
     elif isinstance(output, Mapping):
-        found = output.get("logits")
+        logits = output.get("logits")
     elif isinstance(output, (tuple, list)) and output and not hasattr(output, "logits"):
-        found = output[0]
+        logits = output[0]
     else:
-        found = getattr(output, "logits", None)
-    if isinstance(found, Tensor) and found.shape[:1] == (images,) and found.ndim == 2 and found.is_floating_point():
-        return found
-    what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(output).__name__
+        logits = getattr(output, "logits", None)
+    if isinstance(logits, Tensor) and logits.shape[:1] == (images,) and logits.ndim == 2 and logits.is_floating_point():
+        return logits
+    what = f"{logits.dtype} {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(output).__name__
     raise DataError(
         f"for {images} images the model returned {what}, not logits ({images}, classes): give a classifier, or a "
         "module that returns logits or one feature vector per image"

@@ -114,7 +114,7 @@ def curve(
     points: dict[str, Point | None] = {}
     if lines is not None:
         with lines.refusing():
-            points = {name: _point_of(name, line["point"]) for name, line in lines.found.items()}
+            points = {name: _point_of(name, line["point"]) for name, line in lines.parts.items()}
     points = ranks.agree(names, points, _POINTS)
 
     def same_width(width: int) -> Point:

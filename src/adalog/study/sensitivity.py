@@ -229,7 +229,7 @@ def sensitivity(
     partial, ranks = resources.partial, resources.ranks
     named = "" if partial is None else _fingerprint(calibration, config, judge, judged)
     lines = None if partial is None else FinishedParts(partial, named, "rows", ranks.rank).alone()
-    rows = {} if lines is None else {name: _row_of(lines, name, units) for name in lines.found}
+    rows = {} if lines is None else {name: _row_of(lines, name, units) for name in lines.parts}
     operands = [(name, kind) for name, unit in units.items() for kind in unit.operands]
     rows = ranks.agree([_key(*operand, width) for operand in operands for width in widths], rows, _ROWS)
     searches = len(calibration.groups)
@@ -393,7 +393,7 @@ def _row(content: Mapping[str, Any]) -> Row:
 
 def _row_of(lines: FinishedParts, name: str, units: Mapping[str, Unit]) -> Row:
     with lines.refusing():
-        content = lines.found[name]
+        content = lines.parts[name]
         row = _row(content)
         if _key(row.unit, row.operand, row.bits) != name or not _is_row_of(row, units[row.unit]):
             raise ValueError(f"the row {name!r} has invalid values")

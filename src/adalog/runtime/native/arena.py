@@ -74,7 +74,7 @@ class Arena:
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
         self.blocks: list[Tensor] = []  # all memory of the arena, free or taken
-        self._taken: dict[int, tuple[int, Tensor]] = {}  # by address: size class, memory
+        self._in_use: dict[int, tuple[int, Tensor]] = {}  # by address: size class, memory
         self._live: dict[int, int] = {}  # by address: the number of values there
         self.nbytes = 0
 
@@ -89,12 +89,12 @@ class Arena:
             memory = torch.zeros(size, dtype=torch.uint8)
             self.blocks.append(memory)
             self.nbytes += size
-        self._taken[memory.data_ptr()] = (size, memory)
+        self._in_use[memory.data_ptr()] = (size, memory)
         return memory[: count * dtype.itemsize].view(dtype).view(shape)
 
     def _give(self, address: int) -> None:
-        if address in self._taken:
-            size, memory = self._taken.pop(address)
+        if address in self._in_use:
+            size, memory = self._in_use.pop(address)
             self._free.setdefault(size, []).append(memory)
 
     def hold(self, value: Any) -> None:
@@ -113,7 +113,7 @@ class Arena:
     def holds_alone(self, value: Tensor) -> bool:
         """Return True if a value is the only one in its memory of the arena, and starts where the memory starts."""
         address = value.data_ptr()
-        return address in self._taken and self._live.get(address) == 1
+        return address in self._in_use and self._live.get(address) == 1
 
     def give_scratch(self, scratch: Sequence[Tensor]) -> None:
         """Free these pieces of memory, except those that hold a value."""

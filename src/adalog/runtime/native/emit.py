@@ -149,7 +149,7 @@ class _Emitter:
         self.layout.alive.append(lowered.constants)
         self.fallbacks: dict[str, str] = {}
         self.pointers: list[tuple[ctypes.Structure, int]] = []
-        self._found, self._functions = lowered, functions
+        self._lowered, self._functions = lowered, functions
         program = lowered.program
         self._index_of = {name: i for i, name in enumerate(program.inputs) if name in lowered.read_in_place}
         self.statics = [
@@ -357,7 +357,7 @@ class _Emitter:
         node = step.node
         args = evaluate(node.args, self._values)
         kwargs = {key: evaluate(value, self._values) for key, value in node.kwargs.items()}
-        function = self._functions.get(node.name) or functools.partial(_apply, self._found.program, node)
+        function = self._functions.get(node.name) or functools.partial(_apply, self._lowered.program, node)
         if args and isinstance(args[0], Bytes) and node.op in MOVES:
             planes = args[0]
             return Bytes(self._by_torch(node.name, node.op, function, (x, *args[1:]), kwargs) for x in planes)

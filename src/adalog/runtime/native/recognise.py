@@ -436,8 +436,8 @@ def _codes(flow: Flow, name: str, columns: Tensor, readers: Sequence[tuple[Any, 
         numbers, factor, *values = _distinct(numbers, factor.expand(numbers.shape), *expanded)
         values[0] = values[0] / factor
         column_of = numbers.reshape(-1).long()
-        for parameter, each in zip(parameters, values, strict=True):
-            value = each.reshape(-1)
+        for parameter, column in zip(parameters, values, strict=True):
+            value = column.reshape(-1)
             if not bool(value.isfinite().all()):
                 return None
             before = parameter[column_of]
