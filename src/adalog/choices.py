@@ -234,13 +234,13 @@ class Method:
             The choices by the name of the field.
         """
 
-        def changed(choices: Any) -> dict[str, Any]:
+        def changes_of(choices: Any) -> dict[str, Any]:
             fields, usual = kind_to_json(choices), kind_to_json(type(choices)())
             return {key: value for key, value in fields.items() if key == "kind" or value != usual[key]}
 
         plain = {name: value for name, value in self.choices.items() if value != defaults[name]}
         if "search" in plain:
-            plain["search"] = changed(plain["search"])
+            plain["search"] = changes_of(plain["search"])
         if "stages" in plain:
-            plain["stages"] = [changed(stage) for stage in plain["stages"]]
+            plain["stages"] = [changes_of(stage) for stage in plain["stages"]]
         return plain

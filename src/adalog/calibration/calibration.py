@@ -22,8 +22,8 @@ from adalog.calibration.operands import (
     formats_of,
     in_format,
     join,
-    moved_by,
     operands_of,
+    pin_owners,
     rarely_uniform,
     request_of,
     why_unfolded,
@@ -236,7 +236,7 @@ class Calibration:
         check_pinned(config, self.sites)
         check_images(config, self.unlabelled)
         self._shared.prepare(config)
-        starts = _given(start, self.groups)
+        starts = _starts(start, self.groups)
         path, rank = resources.partial, resources.ranks.rank
         file = None if path is None else Partial(Path(path), self.fingerprint(config, starts), rank)
         keys = {group.name: self._key(group, config) for group in self.groups if not starts}
@@ -316,7 +316,7 @@ class Calibration:
         if fitted := take(self.unlabelled, range(config.images_fitted)) if config.images_fitted else ():
             provenance |= {"fitted": digest(fitted), "fitted_images": config.images_fitted}
         example = tuple(value[:0] for value in self.images)
-        ledger = tuple(ledger_of(self.program, assigned, moved_by(self.groups, config)))
+        ledger = tuple(ledger_of(self.program, assigned, pin_owners(self.groups, config)))
         return QuantizedProgram(rewrite(self.program, assigned), config, ledger, refusals, provenance, example)
 
     @_alone
@@ -611,7 +611,7 @@ def _maybe_uniform(products: Sequence[Product], results: Sequence[SearchResult],
     return [index for index, uniform in zip(quantizers, closer, strict=True) if uniform]
 
 
-def _given(start: Assigned, groups: Sequence[SiteGroup]) -> dict[str, Assignment]:
+def _starts(start: Assigned, groups: Sequence[SiteGroup]) -> dict[str, Assignment]:
     """Return the assignments from which searches begin, by group. Raises ValueError unless all groups have one."""
     starts = {group.name: assignment for group, assignment in start}
     if starts and starts.keys() != {group.name for group in groups}:

@@ -132,7 +132,7 @@ def squared_gradients(
     ends = _ends(program, shapes, sizes, None if memory is None else memory * count // min(batch, count))
     # Large values are reduced after each probe, which saves memory. The last bits differ from a reduction at the end,
     # so all others are reduced at the end.
-    reduce_each, reduce_all = (reduced, _unchanged) if few < draw else (_unchanged, reduced)
+    reduce_each, reduce_all = (reduced, _identity) if few < draw else (_identity, reduced)
     batches: dict[str, list[Tensor]] = {name: [] for name in names}
     start = 0
     for images_of_batch in values.split(values.images, batch):
@@ -151,7 +151,7 @@ def squared_gradients(
     return {name: with_mean_one(value) for name, value in together.items()}
 
 
-def _unchanged(_: str, squares: Tensor) -> Tensor:
+def _identity(_: str, squares: Tensor) -> Tensor:
     return squares
 
 

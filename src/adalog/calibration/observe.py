@@ -268,7 +268,7 @@ class Observations:
                 )
         return result
 
-    def _counted(self, name: str, stage: _Stage) -> tuple[int, int] | None:
+    def _axis_of(self, name: str, stage: _Stage) -> tuple[int, int] | None:
         """Return (dimension, entries per image) along which a value is thinned; None if all images share the value."""
         axes = self._all.axes
         shared = name in axes and axes[name] is None
@@ -281,7 +281,7 @@ class Observations:
 
         before: the number of images in earlier batches.
         """
-        if stage.stride == 1 or (counted := self._counted(name, stage)) is None:
+        if stage.stride == 1 or (counted := self._axis_of(name, stage)) is None:
             return value
         dim, entries = counted
         if stage.by_row:
@@ -292,7 +292,7 @@ class Observations:
     def _place(self, name: str, value: Tensor, stage: _Stage, before: int, apart: bool, values: Chunk) -> None:
         """Copy the kept part of a batch's value to its place in the value of all images."""
         piece = self._thin(name, value, stage, before)
-        if not apart or (counted := self._counted(name, stage)) is None:  # it already covers all images
+        if not apart or (counted := self._axis_of(name, stage)) is None:  # it already covers all images
             values[name] = piece if stage.stride == 1 else piece.clone()
             return
         dim, entries = counted

@@ -52,7 +52,7 @@ def choices_of(group: SiteGroup, config: Config) -> Config:
     return config.for_sites(together(group))
 
 
-def moved_by(groups: Iterable[SiteGroup], config: Config) -> dict[str, str]:
+def pin_owners(groups: Iterable[SiteGroup], config: Config) -> dict[str, str]:
     """Return the sites that take bits pinned for another site, each with the name of that other site."""
     owners = {}
     for group in groups:
@@ -250,14 +250,14 @@ def _conv_operands(
     stride, padding, dilation, groups = conv_geometry(site.node)
     kernel, overlap = (weight.shape[2], weight.shape[3]), _overlap(site, weight)
 
-    def seen(image: Tensor) -> Tensor:
+    def windows(image: Tensor) -> Tensor:
         return patch_view(image, kernel, stride, padding, dilation)
 
     def rows(images: Tensor) -> Tensor:
-        return _conv_rows((seen(image.unflatten(0, (groups, -1))) for image in images), len(images), overlap)
+        return _conv_rows((windows(image.unflatten(0, (groups, -1))) for image in images), len(images), overlap)
 
     def inside(images: Tensor) -> Tensor:  # the same for all groups and channels
-        ones = seen(images.new_ones(1, 1, *images.shape[2:]))
+        ones = windows(images.new_ones(1, 1, *images.shape[2:]))
         ones = ones.expand(*ones.shape[:3], weight.shape[1], *kernel)
         return _conv_rows([ones] * len(images), len(images), overlap)
 

@@ -65,16 +65,16 @@ class Rounding:
         if self.log_scale is None:
             h = rectified_sigmoid(self.latent) if h is None else h
             return QuantizedTensor(self._floor + h, self._quantizer)
-        return QuantizedTensor(round_ste(self.latent), self._scaled())
+        return QuantizedTensor(round_ste(self.latent), self._rescale())
 
     @torch.no_grad()
     def hard(self) -> QuantizedTensor:
         """Return the weight as it is stored."""
         if self.log_scale is None:
             return QuantizedTensor((self._floor + (self.latent > 0)).to(torch.uint8), self._quantizer)
-        return QuantizedTensor(self.latent.round().to(torch.uint8), self._scaled())
+        return QuantizedTensor(self.latent.round().to(torch.uint8), self._rescale())
 
-    def _scaled(self) -> Quantizer:
+    def _rescale(self) -> Quantizer:
         assert self.log_scale is not None
         return self._quantizer.rescale(self.log_scale.exp())
 

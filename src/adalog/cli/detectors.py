@@ -163,7 +163,7 @@ def summary(detector: Detector) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def judged(
+def evaluate_if_detector(
     file: Path,
     instances: Path | None,
     data: Path | None,
@@ -267,17 +267,17 @@ def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs:
         numbers = demo.draw(max(config.images_needed for _, config in configs), seed)
         calibrating = [batch for _, batch in demo.batches(numbers, 4)]
 
-        def judged(runs: Detector, name: str) -> dict[str, float]:
+        def evaluate_scenes(runs: Detector, name: str) -> dict[str, float]:
             progress.update(bar, description=name)
             watch = functools.partial(progress.advance, bar)
             return coco.average_precision(truth, demo.detect(runs, scenes, demo.TESTED, watch))
 
-        full = judged(detector, "full precision")
+        full = evaluate_scenes(detector, "full precision")
         watch = site_progress(progress, progress.add_task("searching", total=1), "")
         only, resources = [config for _, config in configs], Resources(jobs, progress=watch)
         quantized = quantize_detector(detector, calibrating, only, resources, seed=seed)
         for (method, config), parts in zip(configs, quantized, strict=True):
-            figures = judged(fastest(parts, jobs), f"{config.bits} {method}")
+            figures = evaluate_scenes(fastest(parts, jobs), f"{config.bits} {method}")
             rows.append({"bits": config.bits, "method": method, **figures})
     if json_out != "-":
         title = f"The bundled Swin Mask R-CNN, evaluated on {len(scenes)} held-out synthetic scenes"

@@ -72,7 +72,7 @@ def command(
     check_outputs(json_out, reads=(file, source_of(model), checkpoint, instances, data, support))
     place, jobs = find_device(device), thread_count(threads)
     others = {"--model": model is not None, "--support": support is not None, "--device": place.type != "cpu"}
-    if detectors.judged(
+    if detectors.evaluate_if_detector(
         file,
         instances,
         data,
@@ -126,4 +126,4 @@ def command(
     sites = artifact.describe(quantized.quantized)["sites"]  # with the SQNR on the calibration images
     emit_json(record | {"sites": sites}, json_out)
     if json_out != "-":
-        say(views.judgement(str(file), result, reference, full))
+        say(views.describe_score(str(file), result, reference, full))

@@ -21,7 +21,7 @@ def interval(share: Share | None) -> str:
     return "" if share is None else f"{100 * share.value:.1f} % ({100 * share.low:.1f}-{100 * share.high:.1f})"
 
 
-def judgement(name: str, score: Score, reference: str | None, full: Score | None) -> str:
+def describe_score(name: str, score: Score, reference: str | None, full: Score | None) -> str:
     """Describe a score, one line per measure. reference: name of the full-precision model; full: its score."""
     lines = [f"{name}, {score.images:,} images"]
     for title, field in (("top-1", "top1"), ("top-5", "top5")):

@@ -145,7 +145,7 @@ def certify(
         certificate.failures.append("the file was made from another artifact")
     if about["graph"] != graph_digest(model):
         certificate.failures.append("the file was changed after adalog wrote it")
-    replay = _replayed(quantized, form)
+    replay = _replay(quantized, form)
     names = changed_tensors(model, replay)
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -206,7 +206,7 @@ def _versions(engine: str) -> dict[str, str]:
     return {"adalog": version.__version__, **versions}
 
 
-def _replayed(quantized: QuantizedProgram, form: OnnxForm) -> ProgramModule:
+def _replay(quantized: QuantizedProgram, form: OnnxForm) -> ProgramModule:
     """Return the replayed program after one run, which records the names of its values."""
     replay = ProgramModule(quantized, MAKERS[form]).eval()
     replay(*(value.new_zeros((1, *value.shape[1:])) for value in quantized.example))
@@ -226,7 +226,7 @@ def _compare(
 ) -> None:
     compiled = Compiled(quantized, certificate.executor)
     plain, names = open_engine(certificate.engine, content), [entry.name for entry in model.graph.input]
-    watched, values = _watched(model, replay)
+    watched, values = _watch(model, replay)
     inside = open_engine(certificate.engine, watched)
     answers, own = list[Answers](), list[Answers]()
     count = 0
@@ -240,7 +240,10 @@ def _compare(
             feeds = inputs_of(few, names)
             inner = {**feeds, **_run(inside, feeds, certificate.engine)}
             own.append(
-                pair([value[: len(few[0])] for value in expected], present_leaves(quantized.program.run(moved(few))))
+                pair(
+                    [value[: len(few[0])] for value in expected],
+                    present_leaves(quantized.program.run(move_inputs(few))),
+                )
             )
             codes = compiled.codes(*few)
             certificate.sites = merge_sites(
@@ -254,7 +257,7 @@ def _compare(
     judge(certificate, answers)
 
 
-def moved(inputs: Sequence[Tensor]) -> list[Tensor]:
+def move_inputs(inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the inputs with each float moved by about a millionth of its value, in the same way in each call."""
     generator = torch.Generator().manual_seed(0)
     return [
@@ -274,7 +277,7 @@ def _run(run: Run, inputs: Mapping[str, Any], engine: str) -> dict[str, Any]:
         ) from cause
 
 
-def _watched(model: Any, replay: ProgramModule) -> tuple[bytes, dict[str, str]]:
+def _watch(model: Any, replay: ProgramModule) -> tuple[bytes, dict[str, str]]:
     """Add outputs to the file for the values that every site reads and computes.
 
     Returns the new file, and the name of each encoded value by `Digit.at`. Raises ArtifactError if the file lacks one

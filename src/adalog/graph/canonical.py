@@ -643,7 +643,7 @@ def store_constants(program: Program) -> Program:
     def instead(ref: Ref) -> Any:
         return values.get(ref.name, ref)
 
-    nodes = tuple(node.mapped(instead) for node in program.nodes)
+    nodes = tuple(node.map_refs(instead) for node in program.nodes)
     return replace(program, nodes=nodes, output=map_refs(program.output, instead), tensors=tensors).prune()
 
 

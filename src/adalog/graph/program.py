@@ -64,14 +64,14 @@ class Node:
     def _refs(self) -> tuple[str, ...]:
         return tuple(refs_of((self.args, tuple(self.kwargs.values()))))
 
-    def mapped(self, function: Callable[[Ref], Any]) -> "Node":
+    def map_refs(self, function: Callable[[Ref], Any]) -> "Node":
         """Return the node with every reference that it reads replaced by `function(ref)`."""
         kwargs = {key: map_refs(value, function) for key, value in self.kwargs.items()}
         return replace(self, args=map_refs(self.args, function), kwargs=kwargs)
 
     def rename(self, names: Mapping[str, str]) -> "Node":
         """Return the node with the values that it reads renamed. names: old name -> new name."""
-        return self.mapped(lambda ref: Ref(names.get(ref.name, ref.name)))
+        return self.map_refs(lambda ref: Ref(names.get(ref.name, ref.name)))
 
 
 class ModelOutput(dict[str, Any]):
@@ -283,15 +283,15 @@ class Program:
         Codes, indices and masks keep their dtype under any cast.
         """
 
-        def mapped(value: Tensor) -> Tensor:
+        def map_tensor(value: Tensor) -> Tensor:
             return function(value) if value.is_floating_point() else function(value).to(value.dtype)
 
         weights = {
-            name: QuantizedTensor(mapped(weight.codes), weight.quantizer.map(function))
+            name: QuantizedTensor(map_tensor(weight.codes), weight.quantizer.map(function))
             for name, weight in self.weights.items()
         }
         tensors = {
-            name: weights[name].dequantize() if name in weights else mapped(value)
+            name: weights[name].dequantize() if name in weights else map_tensor(value)
             for name, value in self.tensors.items()
         }
         quantizers = {name: quantizer.map(function) for name, quantizer in self.quantizers.items()}

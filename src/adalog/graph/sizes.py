@@ -66,7 +66,7 @@ def rule_of(
         place = (name if dim else batch, dim)
         symbol = sympy.Symbol(f"{place[0]}.shape[{dim}]", integer=True, positive=True)
         places[symbol] = place
-        if isinstance(size_symbol := _as_given(size), sympy.Symbol):
+        if isinstance(size_symbol := _as_exported(size), sympy.Symbol):
             symbols.setdefault(size_symbol, symbol)
     # Once two sizes were found to be equal, export uses one symbol for both, so later guards rely on the equality.
     relied = [sympy.Eq(symbol, _as_known(sizes[place]).xreplace(symbols)) for symbol, place in places.items()]
@@ -77,7 +77,7 @@ def rule_of(
     return Program(tuple(inputs), tuple(writer.nodes), output, {}).prune() if output else None
 
 
-def _as_given(size: Any) -> Any:
+def _as_exported(size: Any) -> Any:
     """Return an input's size as export first named it: a symbol of its own."""
     return sympy.sympify(getattr(size.node, "_expr", size.node.expr) if isinstance(size, torch.SymInt) else size)
 

@@ -7,8 +7,8 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from adalog.quantizers.fused import shaped_against
-from adalog.quantizers.quantiles import positive_quantile, thin, thinned_quantiles
+from adalog.quantizers.fused import reshape_against
+from adalog.quantizers.quantiles import positive_quantile, sample_quantiles, thin
 from adalog.quantizers.quantizer import FLOAT_BITS, Quantizer
 
 Errors = Callable[[Tensor, torch.dtype], Tensor]  # points (k, P, *groups), a dtype -> quantized minus exact, rounded
@@ -81,7 +81,7 @@ class Format:
 
     def quantizer(self, point: Tensor, shape: Sequence[int]) -> Quantizer:
         """Return the quantizer of one point (P, *groups); its parameters broadcast against values of this shape."""
-        quantizer_of_point = self.of(self._shaped(point[None], shape))
+        quantizer_of_point = self.of(self._reshape(point[None], shape))
         keeps_shape = self.own_dims or self.has_groups
         return quantizer_of_point.map(lambda value: value[0] if keeps_shape else value.reshape(()))
 
@@ -94,7 +94,7 @@ class Format:
         values = values.contiguous()  # once for all candidates
 
         def errors(points: Tensor, dtype: torch.dtype) -> Tensor:
-            quantizer = self.of(self._shaped(points, values.shape))
+            quantizer = self.of(self._reshape(points, values.shape))
             return quantizer.fake_quantize(values[None]).sub_(values).to(dtype)
 
         return errors
@@ -112,9 +112,9 @@ class Format:
         """Return points (K, P, *groups) with the same quantizers, which are equal if their quantizers are."""
         return points
 
-    def _shaped(self, points: Tensor, shape: Sequence[int]) -> Tensor:
+    def _reshape(self, points: Tensor, shape: Sequence[int]) -> Tensor:
         """Return points (K, P, *groups) as (K, P, ...), to broadcast against values of this shape."""
-        return torch.stack([shaped_against(parameter, shape, self.own_dims) for parameter in points.unbind(1)], dim=1)
+        return torch.stack([reshape_against(parameter, shape, self.own_dims) for parameter in points.unbind(1)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class LargestLevelFormat(Format):
         If the range reaches further down than up, a smaller largest level already spans the magnitudes.
         """
         below, above = self.kind.reaching(groups.new_ones(()), self.bits).bounds()
-        low, high = thinned_quantiles(groups.abs(), (max(0.0, 1 - 2 * reach), 1.0), stack)
+        low, high = sample_quantiles(groups.abs(), (max(0.0, 1 - 2 * reach), 1.0), stack)
         return (low * float(above / torch.maximum(above, -below)))[None], high[None]
 
     def point_of(self, quantizer: Quantizer) -> Tensor | None:

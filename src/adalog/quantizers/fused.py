@@ -62,7 +62,7 @@ def products(candidates: Tensor, factor: Tensor) -> Tensor:
     return product.view(*batch, count, rows, factor.shape[-1]).movedim(-3, 0)
 
 
-def shaped_against(parameters: Tensor, shape: Sequence[int], own_dims: Sequence[int]) -> Tensor:
+def reshape_against(parameters: Tensor, shape: Sequence[int], own_dims: Sequence[int]) -> Tensor:
     """Reshape parameters (k, *groups) so that they broadcast against k candidates of values of this shape: (k, ...)."""
     return parameters.reshape(-1, *(size if dim in own_dims else 1 for dim, size in enumerate(shape)))
 
@@ -88,7 +88,7 @@ def uniform_errors(
         module.uniform_errors(values, *parameters, sizes, _matrix(values), result)
         return result
     if function is None or sizes is None or not fit:
-        scale, zero_point = (shaped_against(value, values.shape, own_dims) for value in (scale, zero_point))
+        scale, zero_point = (reshape_against(value, values.shape, own_dims) for value in (scale, zero_point))
         # The same values as those of `uniform_fake_quantize`, with fewer passes over the candidates.
         steps = torch.div(values, scale).round_()
         torch.maximum(steps, -zero_point, out=steps)

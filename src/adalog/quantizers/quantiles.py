@@ -39,7 +39,7 @@ def ascending(rows: Tensor) -> Tensor:
     return torch.from_numpy(np.sort(rows.detach().numpy(), axis=1))
 
 
-def thinned_quantiles(sample: Tensor, fractions: Sequence[float], stack: int = 1) -> list[Tensor]:
+def sample_quantiles(sample: Tensor, fractions: Sequence[float], stack: int = 1) -> list[Tensor]:
     """Return quantiles per row of (G, T), by linear interpolation: (G,) per fraction.
 
     The least and the largest value are exact. The other quantiles are computed on the thinned sample (`thin`).

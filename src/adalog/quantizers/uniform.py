@@ -11,7 +11,7 @@ from adalog.errors import ArtifactError
 from adalog.quantizers.elementwise import kernels, nearest_uniform
 from adalog.quantizers.formats import Errors, Format
 from adalog.quantizers.fused import uniform_errors
-from adalog.quantizers.quantiles import thinned_quantiles
+from adalog.quantizers.quantiles import sample_quantiles
 from adalog.quantizers.quantizer import (
     Quantizer,
     at_least_float32,
@@ -192,7 +192,7 @@ class UniformFormat(Format):
 
         These are lines 1-2 of Algorithm 1.
         """
-        corners = torch.stack(thinned_quantiles(groups, (0.0, reach, 1 - reach, 1.0), stack))
+        corners = torch.stack(sample_quantiles(groups, (0.0, reach, 1 - reach, 1.0), stack))
         return corners[::2], corners[1::2]
 
     def point_of(self, quantizer: Quantizer) -> Tensor | None:

@@ -35,10 +35,10 @@ def fuse(program: Program, apart: Mapping[str, Any]) -> tuple[Program, dict[str,
     apart: the functions of the program's encoders and products, by the name of their node.
     """
     steps = dict(apart)
-    opened = list(_open(program, steps))
+    nodes_apart = list(_open(program, steps))
     later = set(refs_of(program.output))  # the values that later nodes or the output read
     runs: list[tuple[bool, list[Node], set[str]]] = []
-    for node in reversed(opened):
+    for node in reversed(nodes_apart):
         inside = _is_inside(node, steps)
         if not runs or not inside or not runs[-1][0]:
             runs.append((inside, [], set(later)))
@@ -79,12 +79,12 @@ def _open(program: Program, steps: dict[str, Any]) -> Iterator[Node]:
     for node in program.nodes:
         if node.op == ENCODE:
             continue
-        opened = steps[node.name].opened if node.op == PRODUCT else None
-        if opened is None:
+        parts = steps[node.name].sums_and_finish if node.op == PRODUCT else None
+        if parts is None:
             yield node
         else:
             sums = f"{node.name}#sums"
-            steps[sums], steps[node.name] = opened
+            steps[sums], steps[node.name] = parts
             yield Node(sums, SUMS, node.args[:2], scope=node.scope)
             yield Node(node.name, REGION, (Ref(sums), node.args[2]), scope=node.scope)
         yield from encoders.get(node.name, [])

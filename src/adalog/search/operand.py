@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adalog.quantizers import Format, QuantizedTensor, Quantizer
-from adalog.quantizers.fused import shaped_against
+from adalog.quantizers.fused import reshape_against
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Operand:
 
     def reshape(self, parameters: Tensor) -> Tensor:
         """Reshape parameters (k, *groups) to (k, ...), so that they broadcast against k candidates of the values."""
-        return shaped_against(parameters, self.values.shape, self.format.own_dims)
+        return reshape_against(parameters, self.values.shape, self.format.own_dims)
 
     @property
     def has_own_rows(self) -> bool:

@@ -143,7 +143,7 @@ class RowProduct:
         return bool(self._moved.any())
 
     @property
-    def opened(self) -> tuple[Callable[..., Tensor], Pure] | None:
+    def sums_and_finish(self) -> tuple[Callable[..., Tensor], Pure] | None:
         """The product in two steps: its accumulators, in scratch memory, and their conversion to floats.
 
         None if the conversion takes more than one multiplication and one addition.
@@ -258,8 +258,8 @@ class BatchedProduct:
         return single and self._dtype == self.site.scales[0].dtype == torch.float32
 
     @property
-    def opened(self) -> tuple[Callable[..., Tensor], Pure] | None:
-        """The product in two steps, as in `RowProduct.opened`."""
+    def sums_and_finish(self) -> tuple[Callable[..., Tensor], Pure] | None:
+        """The product in two steps, as in `RowProduct.sums_and_finish`."""
         if not self.is_single:
             return None
 
