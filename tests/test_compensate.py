@@ -474,25 +474,24 @@ def test_a_weight_with_fewer_rows_than_inputs_is_not_fitted(searched, pool, monk
         raise AssertionError("this model has no head")
 
 
-def test_rows_of_every_image_have_the_weights_of_their_positions(searched):
+def test_rows_of_every_image_have_the_weights_of_their_positions():
     """In batches of any size, which may start within an image, and not if another size has other positions."""
-    group = next(group for group, _ in searched[1] if group.name.endswith("fc1"))
     tokens = torch.rand(1, 17, 1, generator=torch.Generator().manual_seed(0))
     weights, inputs = tokens.expand(4, 17, 1), torch.zeros(3, 17, 8)
-    assert torch.equal(_weights_of_rows(group, [weights, None], inputs, (0, 1), 5, 51), tokens.flatten().repeat(3))
-    assert _weights_of_rows(group, [weights], torch.zeros(3, 16, 8), (0, 1), 0, 48) is None
-    assert _weights_of_rows(group, [weights], inputs, None, 0, 51) is None
-    assert _weights_of_rows(group, [None], inputs, (0, 1), 0, 51) is None
+    assert torch.equal(_weights_of_rows([weights, None], inputs, (0, 1), 5, 51), tokens.flatten().repeat(3))
+    assert _weights_of_rows([weights], torch.zeros(3, 16, 8), (0, 1), 0, 48) is None
+    assert _weights_of_rows([weights], inputs, None, 0, 51) is None
+    assert _weights_of_rows([None], inputs, (0, 1), 0, 51) is None
     # Two images of 4 windows with 5 tokens; the batch begins with the third window of an image.
     windows = torch.rand(4, 5, 1, generator=torch.Generator().manual_seed(1))
-    rows = _weights_of_rows(group, [windows.repeat(2, 1, 1)], torch.zeros(6, 5, 8), (0, 4), 2, 30)
+    rows = _weights_of_rows([windows.repeat(2, 1, 1)], torch.zeros(6, 5, 8), (0, 4), 2, 30)
     assert torch.equal(rows, windows[[2, 3, 0, 1, 2, 3]].flatten())
     # Tokens first, and then images.
-    turned = _weights_of_rows(group, [tokens.transpose(0, 1).expand(17, 4, 1)], torch.zeros(17, 3, 8), (1, 1), 0, 51)
+    turned = _weights_of_rows([tokens.transpose(0, 1).expand(17, 4, 1)], torch.zeros(17, 3, 8), (1, 1), 0, 51)
     assert torch.equal(turned, tokens.flatten().repeat_interleave(3))
     # A map of 2 x 3 positions: the rows of a convolution are its positions, image by image.
     positions = torch.rand(1, 1, 2, 3, generator=torch.Generator().manual_seed(2))
-    pixels = _weights_of_rows(group, [positions.expand(4, 1, 2, 3)], torch.zeros(3, 8, 4, 6), (0, 1), 1, 18)
+    pixels = _weights_of_rows([positions.expand(4, 1, 2, 3)], torch.zeros(3, 8, 4, 6), (0, 1), 1, 18)
     assert torch.equal(pixels, positions.flatten().repeat(3))
 
 

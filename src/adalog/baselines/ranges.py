@@ -147,7 +147,7 @@ def _ends(operand: Operand, low: Tensor, high: Tensor, symmetric: bool) -> Tenso
         half = symmetric_zero_point(form.bits)
         scale = symmetric_scale(torch.maximum(high.abs(), low.abs()), form.bits)
         low, high = -half * scale, (half - 1) * scale
-    return form.point_reaching(low, high)
+    return form.point_of_range(low, high)
 
 
 def _own_error(operand: Operand, point: Tensor) -> Tensor:

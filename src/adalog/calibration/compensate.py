@@ -267,7 +267,7 @@ def _collect_moments(
                 x, y = (value.to(torch.promote_types(value.dtype, torch.float32)) for value in (x, y))
                 if origin is None:
                     origin = x.mean(1), y.mean(1)
-                weight = _weights_of_rows(group, [weights.get(name) for name in names], inputs, axis, first, x.shape[1])
+                weight = _weights_of_rows([weights.get(name) for name in names], inputs, axis, first, x.shape[1])
                 held_out = _held_out_mask(group, inputs, axis, first, x.shape[1])
                 first += inputs.shape[dim]  # a piece of a convolution's batch may start or end within an image
                 x, y = x - origin[0][:, None], y - origin[1][:, None]
@@ -303,7 +303,6 @@ def _held_out_mask(group: SiteGroup, inputs: Tensor, axis: tuple[int, int] | Non
 
 
 def _weights_of_rows(
-    group: SiteGroup,
     weights: Sequence[Tensor | None],
     inputs: Tensor,
     axis: tuple[int, int] | None,

@@ -41,7 +41,7 @@ def to_onnx(quantized: QuantizedProgram, form: OnnxForm, source: str, *, selects
     package("onnxscript")
     replay = ProgramModule(quantized, MAKERS[form]).eval()
     model = _translate(replay, quantized)
-    _rename(model, replay)
+    _rename(model)
     _expand_steps(model, selects=selects)
     if selects:
         _round_signed(model)
@@ -101,7 +101,7 @@ def _translate(replay: ProgramModule, quantized: QuantizedProgram) -> Any:
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def _rename(model: Any, replay: ProgramModule) -> None:
+def _rename(model: Any) -> None:
     """Give the values and nodes of sites their names, and drop the notes of PyTorch's exporter."""
     graph = model.graph
     names: dict[str, str] = {}

@@ -75,7 +75,7 @@ class Format:
         """Return the point of a quantizer, (P, ...) with the shape of its scale, or None if no point gives it."""
         return None
 
-    def point_reaching(self, low: Tensor, high: Tensor) -> Tensor:
+    def point_of_range(self, low: Tensor, high: Tensor) -> Tensor:
         """Return the point (P, *groups) of the quantizer for values from low to high, (*groups) each."""
         return high[None]
 

@@ -86,7 +86,7 @@ class LogFormat(Format):
         scale = quantizer.scale
         return scale[None] if self.q else torch.stack([torch.full_like(scale, math.log2(quantizer.q)), scale])
 
-    def point_reaching(self, low: Tensor, high: Tensor) -> Tensor:
+    def point_of_range(self, low: Tensor, high: Tensor) -> Tensor:
         return (high + self.offset)[None]
 
     def fake_quantize(self, point: Tensor, values: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ class UniformFormat(Format):
         low = quantizer.bounds()[0]
         return torch.stack([low, low + (2**self.bits - 1) * quantizer.scale])
 
-    def point_reaching(self, low: Tensor, high: Tensor) -> Tensor:
+    def point_of_range(self, low: Tensor, high: Tensor) -> Tensor:
         return torch.stack([low, high])
 
     def errors(self, values: Tensor) -> Errors:

@@ -114,7 +114,7 @@ class _Recogniser:
             site = sites.get(node.name)
             with failing(node):
                 if site is not None and site.weight is None:
-                    self._attention(node, site)
+                    self._attention(node)
                 elif site is not None and self._is_bias(node.args[2]) and node.name in self.pending:
                     self._linear(node, site)
                 elif node.op == _NORM and self._is_row_norm(node):
@@ -237,7 +237,7 @@ class _Recogniser:
 
     # --- attention ---------------------------------------------------------------------------------------------------
 
-    def _attention(self, node: Node, site: IntegerSite) -> None:
+    def _attention(self, node: Node) -> None:
         """Create the step of a product of two computed operands, or of an attention that ends in it."""
         shape = self._flow.shapes[node.name].shape
         columns = None
