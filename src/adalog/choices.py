@@ -235,8 +235,8 @@ class Method:
         """
 
         def changes_of(choices: Any) -> dict[str, Any]:
-            fields, usual = kind_to_json(choices), kind_to_json(type(choices)())
-            return {key: value for key, value in fields.items() if key == "kind" or value != usual[key]}
+            fields, defaults = kind_to_json(choices), kind_to_json(type(choices)())
+            return {key: value for key, value in fields.items() if key == "kind" or value != defaults[key]}
 
         plain = {name: value for name, value in self.choices.items() if value != defaults[name]}
         if "search" in plain:

@@ -42,10 +42,10 @@ def ledger_of(program: Program, assigned: Assigned, moved: Mapping[str, str]) ->
 
 def _rows(program: Program, group: SiteGroup, assignment: Assignment, moved: Mapping[str, str]) -> Iterator[LedgerRow]:
     """Yield the rows of the sites that were searched together."""
-    several = len(group.sites) > 1
+    is_group = len(group.sites) > 1
     left = "float" if assignment.left is None else assignment.left.describe()
     for site in group.sites:
-        rows = len(program.tensors[site.right]) if several else 0
+        rows = len(program.tensors[site.right]) if is_group else 0
         right = "float" if assignment.right is None else assignment.right.describe(rows)
         bits_of = f" (bits of {moved[site.name]})" if site.name in moved else ""
         yield LedgerRow(site.name, site.role, site.left_source.kind, left + bits_of, right, assignment.sqnr)

@@ -59,7 +59,7 @@ class QuantizedProgram:
         fits = len(inputs) == len(self.example) and all(
             isinstance(value, Tensor)
             and value.ndim == len(shape)
-            and all(isinstance(size, str) or size == got for size, got in zip(shape, value.shape, strict=True))
+            and all(isinstance(size, str) or size == actual for size, actual in zip(shape, value.shape, strict=True))
             and value.dtype == example.dtype
             for value, shape, example in zip(inputs, shapes, self.example, strict=True)
         )
@@ -68,11 +68,11 @@ class QuantizedProgram:
                 f"({', '.join(map(str, shape))}) of {example.dtype}"
                 for shape, example in zip(shapes, self.example, strict=True)
             ]
-            got = [
+            actual = [
                 f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
                 for value in inputs
             ]
-            raise ValueError(f"the model takes {' and '.join(expected)}; got {' and '.join(got) or 'nothing'}")
+            raise ValueError(f"the model takes {' and '.join(expected)}; got {' and '.join(actual) or 'nothing'}")
 
     def shapes(self) -> dict[str, list[int | str]]:
         """Return the shape of each input by name, with a letter for each free size, as in ["B", 3, "H", "W"]."""

@@ -302,8 +302,8 @@ class Ranks:
                 code = tell()
                 self._store.set("failed", str(code).encode())
                 return code
-            until = time.monotonic() + _LAST_WORDS
-            while not self._store.check(["failed"]) and time.monotonic() < until:
+            deadline = time.monotonic() + _LAST_WORDS
+            while not self._store.check(["failed"]) and time.monotonic() < deadline:
                 time.sleep(_POLL)
             return int(self._store.get("failed")) if self._store.check(["failed"]) else 1
         return tell() if self.first else 1
@@ -349,16 +349,16 @@ class _Board:
 
     def agree(self, names: Sequence[str], known: Mapping[str, T], coded: Codec[T]) -> dict[str, T]:
         """Return the results that any rank knows before jobs are claimed; the same on every rank."""
-        mine = [name for name in names if name in known]
-        self._put(f"rank{self._rank}", json.dumps([list(names), mine]).encode())
+        own = [name for name in names if name in known]
+        self._put(f"rank{self._rank}", json.dumps([list(names), own]).encode())
         plans = [json.loads(self._await(f"rank{rank}")) for rank in range(self._world)]
-        if any(theirs != list(names) for theirs, _ in plans):
+        if any(plan != list(names) for plan, _ in plans):
             raise RankError(
                 "the processes of this job do different work: start all of them with the same arguments, on machines "
                 "with the same files and versions"
             )
-        teller = {name: rank for rank, (_, theirs) in reversed(list(enumerate(plans))) for name in theirs}
-        for name in (name for name in mine if teller[name] == self._rank):
+        teller = {name: rank for rank, (_, plan) in reversed(list(enumerate(plans))) for name in plan}
+        for name in (name for name in own if teller[name] == self._rank):
             self._put(f"known/{name}", coded.write(known[name]))
         reported = [name for name in names if name in teller]
         return {n: known[n] if n in known else coded.read(n, self._await(f"known/{n}")) for n in reported}

@@ -107,13 +107,13 @@ class Model:
         self._library.adalog_model_open(os.fsencode(path), byref(options), byref(pointer), byref(error))
         self._pointer = pointer
         _check(error, path)
-        about: _Description = self._library.adalog_model_describe(pointer).contents
-        self._inputs = [_describe(about.inputs[number]) for number in range(about.input_count)]
-        self._outputs = [_describe(about.outputs[number]) for number in range(about.output_count)]
+        description: _Description = self._library.adalog_model_describe(pointer).contents
+        self._inputs = [_describe(description.inputs[number]) for number in range(description.input_count)]
+        self._outputs = [_describe(description.outputs[number]) for number in range(description.output_count)]
         self.inputs = {entry["name"]: tuple(entry["shape"]) for entry in self._inputs}
-        self.batches = tuple(about.batches[: about.batch_count])
-        self.bits, self.level = about.bits.decode(), about.level.decode()
-        self.threads, self.nbytes = about.threads, about.memory
+        self.batches = tuple(description.batches[: description.batch_count])
+        self.bits, self.level = description.bits.decode(), description.level.decode()
+        self.threads, self.nbytes = description.threads, description.memory
         header = _header(path)  # the library has checked it
         self.preprocessing: dict[str, Any] | None = header["preprocessing"]
         self.classes: tuple[str, ...] | None = None if header["classes"] is None else tuple(header["classes"])
@@ -154,8 +154,8 @@ class Model:
         )
         if not fits:
             expected = " and ".join(f"(B{''.join(f', {size}' for size in shape)})" for shape in self.inputs.values())
-            got = " and ".join(f"{value.shape} of {value.dtype}" for value in arrays)
-            raise ValueError(f"the model takes {expected} of float32; got {got or 'nothing'}")
+            actual = " and ".join(f"{value.shape} of {value.dtype}" for value in arrays)
+            raise ValueError(f"the model takes {expected} of float32; got {actual or 'nothing'}")
         (count,) = counts
         outputs = [np.empty((count, *entry["shape"]), entry["type"]) for entry in self._outputs]
         error = _Error()

@@ -85,7 +85,7 @@ class LowRankFisher(BlockError):
             differences.append(value - chunk[output.name])
             difference = output.by_image(differences[-1]).abs()
             gradient, change = (
-                before.to(gradients) + now.sum(0) for before, now in ((gradient, gradients), (change, difference))
+                before.to(gradients) + after.sum(0) for before, after in ((gradient, gradients), (change, difference))
             )
         rows = [len(output.by_image(difference)) for difference in differences]
         self._gradients.append(gradient / sum(rows))
@@ -110,13 +110,13 @@ class LowRankFisher(BlockError):
         return low / self._units[0] + diagonal / self._units[1]
 
 
-def _put(values: Values, values_of_all: Tensor, name: str, numbers: Tensor, some: Tensor) -> None:
+def _put(values: Values, values_of_all: Tensor, name: str, numbers: Tensor, values_of_some: Tensor) -> None:
     """Write the values of some images into the tensor for all images, along the image axis of the named value."""
     axis = values.axes.get(name)
     if axis is None:
-        values_of_all.copy_(some)
+        values_of_all.copy_(values_of_some)
     else:
-        values_of_all.index_copy_(axis[0], places(axis, numbers), some)
+        values_of_all.index_copy_(axis[0], places(axis, numbers), values_of_some)
 
 
 # By the value of `Reconstruction.loss`.

@@ -240,7 +240,7 @@ class _UniformSpace:
         chunk = max(1, chunk_elements(values.device) // values.numel())
 
         def exact(points: Tensor) -> Tensor:  # in float64, so that only equal candidates tie
-            errors = ((self._hat(values, some.double()) - values).square_() for some in points.split(chunk))
+            errors = ((self._hat(values, part.double()) - values).square_() for part in points.split(chunk))
             return torch.cat([error.sum(summed) if summed else error for error in errors])
 
         if values.numel() < _MANY:
@@ -250,7 +250,7 @@ class _UniformSpace:
 
         def rough(points: Tensor) -> Tensor:
             chunks = points.reshape(len(points), 2, -1).split(chunk)
-            errors = (uniform_errors(rows, some[:, 0], some[:, 1], bits, (0,), torch.float32) for some in chunks)
+            errors = (uniform_errors(rows, part[:, 0], part[:, 1], bits, (0,), torch.float32) for part in chunks)
             return torch.cat([sums(error, zeros, None, (0,)) for error in errors]).view(len(points), *points.shape[2:])
 
         return self._refine_grid(_LossPair(exact, rough, 2 * _FINALISTS))
@@ -367,8 +367,8 @@ class _TwinSpace:
         negative = self.form.offset / symmetric_zero_point(self.form.bits)
         points = negative * torch.exp2(torch.arange(-5, 24)).to(error.left)[:, None]
 
-        def candidates(some: Tensor) -> Tensor:
-            return torch.stack([self._quantizer(scale).fake_quantize(error.left) for scale in some[:, 0]])
+        def candidates(scales: Tensor) -> Tensor:
+            return torch.stack([self._quantizer(scale).fake_quantize(error.left) for scale in scales[:, 0]])
 
         scores = _LossPair(partial(error.loss, candidates))
         return self._quantizer(scores.best(points)[0])

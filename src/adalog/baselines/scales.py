@@ -133,9 +133,9 @@ def _sample(product: Product, stride: int) -> Iterator[tuple[Operand, Operand, T
         return
     take = (slice(None),) * dim + (slice(None, None, coprime(stride, size)),)
     mask = None if left.mask is None else left.mask[take]
-    some = replace(left, values=left.values[take].contiguous(), mask=mask)
+    sample = replace(left, values=left.values[take].contiguous(), mask=mask)
     other = replace(right, values=right.values[take].contiguous()) if of_activations else right
-    yield some, other, None if weights is None else weights[take]
+    yield sample, other, None if weights is None else weights[take]
 
 
 def _transpose(weights: Tensor | None) -> Tensor | None:
@@ -181,7 +181,7 @@ class _OperandError:
         errors: a function from points to the errors that quantization adds to the operand, (K, *operand).
         """
         chunk = max(1, _SLICE // max(self.operand.values.numel(), self.base.numel()))
-        return torch.cat([self._score(errors(some, self.factor.dtype)) for some in points.split(chunk)])
+        return torch.cat([self._score(errors(part, self.factor.dtype)) for part in points.split(chunk)])
 
     def splits(self) -> "list[_OperandError]":
         """Return the errors of slices of the product, which add up to this one.
@@ -201,8 +201,8 @@ class _OperandError:
         operands = split(values, by_row), split(self.operand.mask, by_row)
         others = split(self.factor, not shared), split(self.base), split(self.output), split(self.weights)
         return [
-            _OperandError(replace(self.operand, values=some, mask=mask), *rest)
-            for some, mask, *rest in zip(*operands, *others, strict=False)
+            _OperandError(replace(self.operand, values=piece, mask=mask), *rest)
+            for piece, mask, *rest in zip(*operands, *others, strict=False)
         ]
 
     def _score(self, delta: Tensor) -> Tensor:

@@ -113,9 +113,9 @@ class OutputError(BlockError):
     @torch.no_grad()
     def renew(self, quantized: Callable[[Tensor], Tensor]) -> None:
         sums, numbers = torch.zeros(2), self._output.held_out
-        for some in self._output.batches(numbers):
-            difference = quantized(some) - self._output.pick(some)[self._output.name]
-            sums += torch.stack(self._parts(difference, some)).cpu() * (len(some) / len(numbers))
+        for batch in self._output.batches(numbers):
+            difference = quantized(batch) - self._output.pick(batch)[self._output.name]
+            sums += torch.stack(self._parts(difference, batch)).cpu() * (len(batch) / len(numbers))
         block, behind = sums.tolist()
         self._units = block or 1.0, behind or 1.0
 

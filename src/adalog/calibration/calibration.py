@@ -420,7 +420,7 @@ class Calibration:
 
         Of several formats, keep the best SQNR. start: only for a single group.
         """
-        begun, seconds = time.thread_time(), [0.0] * len(groups)
+        start_time, seconds = time.thread_time(), [0.0] * len(groups)
         candidates: list[list[SearchResult]] = [[] for _ in groups]
         config, order = choices_of(groups[0], whole_config), self._shared.order(whole_config)
         folds = self._folds(groups, whole_config)
@@ -456,14 +456,14 @@ class Calibration:
                 plain = [cache[keys[index]] for index in missing]
                 results = with_tables([products[index] for index in missing], plain, config.tables)
                 cache |= {tabled[index]: assignment for index, assignment in zip(missing, results, strict=True)}
-            begun, spent = time.thread_time(), time.thread_time() - begun
+            start_time, spent = time.thread_time(), time.thread_time() - start_time
             for index, key in tabled.items():
                 candidates[index].append(SearchResult(groups[index], products[index], cache[key]))
                 # A cached assignment takes no time.
                 self._seconds[key] = max(spent / len(members), self._seconds.get(key, 0.0))
                 seconds[index] += self._seconds[key]
         best = [max(results, key=lambda result: result.assignment.sqnr) for results in candidates]
-        return [replace(result, seconds=spent) for result, spent in zip(best, seconds, strict=True)]
+        return [replace(result, seconds=duration) for result, duration in zip(best, seconds, strict=True)]
 
     def _with_needs(
         self, group: SiteGroup, product: Product, shared: UniformQuantizer | None, whole_config: Config
@@ -531,12 +531,12 @@ class Calibration:
         if config.search.why_unstored:
             raise ValueError(config.search.why_unstored)
         strides = [self._observed.stride(request.names) for request in self._requests.values()]
-        begun = [(name, assignment_json(assignment)) for name, assignment in sorted((start or {}).items())]
+        start_json = [(name, assignment_json(assignment)) for name, assignment in sorted((start or {}).items())]
         fitted = take(self.unlabelled, range(config.images_fitted)) if config.images_fitted else ()
         memory = self._memory if config.stages else 0  # the order of sums in a stage depends on the memory
         images = [("image", value) for value in (*self.images, *fitted)]
         graph = self.program.inputs, self.program.nodes, self.program.output
-        choices = (graph, config.to_json(), self.seed, memory, strides, source_hash(), torch.__version__, begun)
+        choices = graph, config.to_json(), self.seed, memory, strides, source_hash(), torch.__version__, start_json
         return fingerprint(choices, (*self.program.tensors.items(), *images, *self._shared.probes()))
 
     def _key(self, group: SiteGroup, config: Config) -> Any:

@@ -168,19 +168,21 @@ def correct(
         names = set(piece.nodes)
         inside = [index for index, (group, _) in enumerate(current) if group.first.node.name in names]
         ran = names | {node.name for node in floats.operations(piece).nodes}  # also earlier values that read no images
-        here = [index for index, (group, _) in enumerate(current) if not ran.isdisjoint(group.changes)]
-        able = [index for index in inside if _can_be_corrected(program, *current[index], names)]
-        streams = {index: _stream(program, current[index][0]) if choices.target == "stream" else None for index in able}
+        indices = [index for index, (group, _) in enumerate(current) if not ran.isdisjoint(group.changes)]
+        correctable = [index for index in inside if _can_be_corrected(program, *current[index], names)]
+        streams = {
+            index: _stream(program, current[index][0]) if choices.target == "stream" else None for index in correctable
+        }
         stream_names = [name for stream in streams.values() for name in stream or ()]
-        groups = [current[index][0] for index in able]
+        groups = [current[index][0] for index in correctable]
         values = [name for group in groups for name in (*group.read, *group.nodes)]
         floats.separable([*values, *stream_names], piece.value_in)  # all at once
-        for index in able:
+        for index in correctable:
             group, assignment = current[index]
             key = f"correction of {group.name}"
             result = None if partial is None else partial.get(key, images[0].device)
             if result is None:
-                within = rewrite(program, [current[number] for number in here], cache)
+                within = rewrite(program, [current[number] for number in indices], cache)
                 moments = _collect_moments(
                     floats, quantized, piece.value_in, group, within, weights or {}, streams[index]
                 )
@@ -188,7 +190,7 @@ def correct(
                 if partial is not None:
                     partial.add(key, result)
             current[index] = (group, result)
-        if able:
+        if correctable:
             quantized.change(rewrite(program, current, cache), piece.value_in)
         done += len(inside)
         if progress is not None and inside:
@@ -255,11 +257,11 @@ def _collect_moments(
     input_batches = quantized.batches([*dict.fromkeys(reads), *stream_names[1:]], start, program, apart=apart)
     sums: list[Moments | None] = [None, None]
     origin: tuple[Tensor, Tensor] | None = None
-    begun = 0  # the index of the batch's first image
+    first_image = 0  # the index of the batch's first image
     for target_values, input_values in zip(target_batches, input_batches, strict=True):
         for source, names, axis in zip(reads, outputs, axes, strict=True):
             dim, entries = (0, 1) if axis is None else axis
-            first, values = begun * entries, [target_values[name] for name in names]
+            first, values = first_image * entries, [target_values[name] for name in names]
             if stream is not None and target_values[stream[0]].shape == values[0].shape:
                 values = [target_values[stream[0]] - input_values[stream[1]]]
             for inputs, targets in _pieces(group, input_values[source], values, program):
@@ -274,10 +276,10 @@ def _collect_moments(
                 for index, mask in enumerate((~held_out, held_out)):
                     places = mask.nonzero()[:, 0].to(x.device, non_blocking=True)
                     if len(places):
-                        some = None if weight is None else weight[places].to(x.dtype)
-                        part, before = Moments.of(x[:, places], y[:, places], some), sums[index]
+                        part_weights = None if weight is None else weight[places].to(x.dtype)
+                        part, before = Moments.of(x[:, places], y[:, places], part_weights), sums[index]
                         sums[index] = part if before is None else before + part
-        begun = first // entries
+        first_image = first // entries
         if sum(part.rows for part in sums if part is not None) >= _ROWS:
             break
     fit, rest = sums  # the first image is never held out
@@ -591,11 +593,11 @@ def _row_by_row(
     """Do the same as `codes_in_turn` for any quantizer; the rows of `left` change."""
     moved = torch.empty_like(left[:, rows.start : rows.stop])
     for index, row in enumerate(rows):
-        here, own = slice(row, row + 1), form[:, row, row, None, None]
-        value = left[:, here] if base is None else base[:, here] + left[:, here] / own
-        codes[:, here] = code = levels.quantize(value)
+        column, own = slice(row, row + 1), form[:, row, row, None, None]
+        value = left[:, column] if base is None else base[:, column] + left[:, column] / own
+        codes[:, column] = code = levels.quantize(value)
         level = levels.dequantize(code)
-        moved[:, index] = change = ((value - level) / own if base is None else level - base[:, here])[:, 0]
+        moved[:, index] = change = ((value - level) / own if base is None else level - base[:, column])[:, 0]
         left[:, row + 1 : rows.stop].sub_(form[:, row, row + 1 : rows.stop, None] * change[:, None])
     return moved
 

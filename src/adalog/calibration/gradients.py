@@ -144,11 +144,11 @@ def squared_gradients(
 
         for name, value in _squares_of_batch(values, free, chunk, names, slopes, reduce_each, ends).items():
             batches[name].append(reduce_all(name, value))
-    together = {
+    joined = {
         name: values[0] if dimensions is None else torch.cat(values, dimensions[name])
         for name, values in batches.items()
     }
-    return {name: with_mean_one(value) for name, value in together.items()}
+    return {name: with_mean_one(value) for name, value in joined.items()}
 
 
 def _identity(_: str, squares: Tensor) -> Tensor:

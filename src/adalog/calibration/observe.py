@@ -80,13 +80,13 @@ class Observations:
         # When each value is held: until the last node that reads it, and until the cut before the last stage that
         # holds it.
         self._lives = replace(program, output=()).lives()
-        together: dict[frozenset[str], Request] = {}
+        by_names: dict[frozenset[str], Request] = {}
         for request in requests:
             names = request.names.difference(program.tensors)
-            other = together.get(names, request)
+            other = by_names.get(names, request)
             by_row, scratch = request.by_row and other.by_row, max(request.scratch, other.scratch)
-            together[names] = Request(other.site, names, by_row, scratch, min(request.stride, other.stride))
-        self._stages = self._divide(list(together.values()), memory)
+            by_names[names] = Request(other.site, names, by_row, scratch, min(request.stride, other.stride))
+        self._stages = self._divide(list(by_names.values()), memory)
         self._requested = frozenset[str]().union(*(stage.names for stage in self._stages))
         self._lock = Lock()
         self._now: int | None = None
@@ -128,13 +128,13 @@ class Observations:
     # --- plan: which values are held together, and where each stage starts ---
 
     def _divide(self, requests: Sequence[Request], memory: int) -> list[_Stage]:
-        every = frozenset[str]().union(*(request.names for request in requests))
-        storages = [self._shapes[name].untyped_storage() for name in every if self._home[name]]
+        names = frozenset[str]().union(*(request.names for request in requests))
+        storages = [self._shapes[name].untyped_storage() for name in names if self._home[name]]
         sizes = {storage._cdata: storage.nbytes() for storage in storages}
         if sum(sizes.values()) <= memory and all(
             request.scratch <= memory and request.stride == 1 for request in requests
         ):
-            return [_Stage(every, 1, False, max(self._home[name] for name in every))]
+            return [_Stage(names, 1, False, max(self._home[name] for name in names))]
         limit = held_bytes(memory)
         stages: list[_Stage] = []
         for request, stride in zip(requests, self._strides(requests, limit, memory), strict=True):

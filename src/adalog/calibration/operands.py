@@ -35,9 +35,9 @@ def check_pinned(config: Config, sites: Sequence[Site]) -> None:
     names = [site.name for site in sites]
     for pattern, _ in config.pinned:
         if not any(fnmatchcase(name, pattern) for name in names):
-            close = difflib.get_close_matches(pattern, names, 3, 0) or ["none"]
+            similar = difflib.get_close_matches(pattern, names, 3, 0) or ["none"]
             raise ValueError(
-                f"pinned: no site's name matches {pattern!r}; the closest are {', '.join(close)} "
+                f"pinned: no site's name matches {pattern!r}; the closest are {', '.join(similar)} "
                 "(`adalog inspect MODEL` lists all sites; * matches any characters)"
             )
 

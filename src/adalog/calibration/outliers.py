@@ -59,25 +59,27 @@ def even_out_values(program: Program, sites: Sequence[Site], images: Sequence[Te
         step = _steps(values, program, ranges[values.maker.name])
         if step.any():
             steps[values.site.node.name] = values, step
-    better: list[str] = []
+    names: list[str] = []
 
     def compare(node: Node, args: tuple[Any, ...], result: Any) -> None:
         if node.name in steps:
             values, step = steps[node.name]
-            scaled, plain = (_error(values, program, args[0], args[1], some) for some in (step, torch.zeros_like(step)))
+            scaled, plain = (
+                _error(values, program, args[0], args[1], shift) for shift in (step, torch.zeros_like(step))
+            )
             if scaled < plain:
-                better.append(node.name)
+                names.append(node.name)
 
     if steps:
         program.run(images, compare)
     tensors = dict(program.tensors)
-    for values, step in (steps[name] for name in better):
+    for values, step in (steps[name] for name in names):
         weight, *bias = _parameters(values.maker)
         tensors[weight] = torch.ldexp(tensors[weight], -step[:, None])
         tensors |= {name: torch.ldexp(tensors[name], -step) for name in bias}
         read = values.reader.args[1].name
         tensors[read] = torch.ldexp(tensors[read], step[values.columns])
-    return replace(program, tensors=tensors) if better else program
+    return replace(program, tensors=tensors) if names else program
 
 
 def find_values(program: Program, sites: Sequence[Site], example: Sequence[Tensor]) -> list[_AttentionValues]:

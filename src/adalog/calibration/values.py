@@ -94,8 +94,8 @@ class Values:
         self._apart: set[str] = set(program.inputs) if like is None else like._apart
         self._mixed: set[str] = set() if like is None else like._mixed
         peak = peak_bytes(program, self.shapes)
-        together = sum(size_in_bytes(self.shapes[name]) for name in self.starts if name not in self.images)
-        self._all_fit = memory is None or together + peak <= memory
+        total = sum(size_in_bytes(self.shapes[name]) for name in self.starts if name not in self.images)
+        self._all_fit = memory is None or total + peak <= memory
         self._limit = 0 if memory is None else held_bytes(memory)
         # The batches of two programs must be of the same images, although the free memory changes in between.
         self._most: int = (
@@ -317,9 +317,9 @@ class Values:
         """Yield batches of the images `first` to `end`, with the nearest start that is held."""
         while first < end:
             source, count = self._source(names, first + 1)
-            until = min(end, count)
-            yield from self.split(self.part(source, first, until - first), self.batch)
-            first = until
+            stop = min(end, count)
+            yield from self.split(self.part(source, first, stop - first), self.batch)
+            first = stop
 
     def _batches_of(self, start: str) -> Iterator[Chunk]:
         """Yield the images and a start in batches; hold the start for as many of the first images as fit."""

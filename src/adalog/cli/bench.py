@@ -50,8 +50,8 @@ def command(
     check_outputs(json_out, reads=(file, source_of(model), checkpoint))
     if model is None and (checkpoint is not None or no_pretrained):
         raise ValueError("--checkpoint and --no-pretrained apply to the full-precision model: add --model")
-    here, missing = executors_here()
-    executors = list(dict.fromkeys(executor)) if executor else here
+    available, missing = executors_here()
+    executors = list(dict.fromkeys(executor)) if executor else available
     unknown = [name for name in executors if name not in (FAKE, *EXECUTORS)]
     if unknown:
         raise ValueError(f"--executor {unknown[0]!r} is not one of {', '.join((FAKE, *EXECUTORS))}")

@@ -82,12 +82,12 @@ def read_budget(budget: str | None, bops: str | None, fixops: str | None, max_kl
 
 
 def measure(
-    about: CalibratedModel, config: Config, widths: Sequence[int], progress: Progress, setup: Setup, partial: Path
+    model: CalibratedModel, config: Config, widths: Sequence[int], progress: Progress, setup: Setup, partial: Path
 ) -> Sensitivity:
     """Measure the sensitivity of each operand of the model at each width."""
     resources = setup.resources(partial, progress, "measuring sensitivity", "measuring")
-    images, memory = [about.judged], setup.memory // 2
-    return sensitivity.sensitivity(about.calibration, config, images, widths, resources, memory=memory)
+    images, memory = [model.judged], setup.memory // 2
+    return sensitivity.sensitivity(model.calibration, config, images, widths, resources, memory=memory)
 
 
 def quantize(
@@ -107,18 +107,20 @@ def quantize(
     measurement = None if known is None else sensitivity.read(known)
     if measurement is not None and budget.loss is not None:
         _check_kl(measurement.measure)
-    about = subject(spec, data, config, judged if measurement is None else 0, setup)
+    calibrated = subject(spec, data, config, judged if measurement is None else 0, setup)
     if measurement is None and budget.loss is not None:
-        program = about.calibration.program
-        _check_kl(sensitivity.measure_of(program, trace(program, about.calibration.images)))
+        program = calibrated.calibration.program
+        _check_kl(sensitivity.measure_of(program, trace(program, calibrated.calibration.images)))
     partial.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():
         if measurement is None:
             own_widths = {getattr(config, f"{kind}_bits") for kind in get_args(OperandKind)} - {FLOAT_BITS}
             alone = partial.with_name(f"{partial.name}.alone")
-            measurement = measure(about, config, sorted({*sensitivity.WIDTHS, *own_widths}), progress, setup, alone)
+            measurement = measure(
+                calibrated, config, sorted({*sensitivity.WIDTHS, *own_widths}), progress, setup, alone
+            )
         resources = setup.resources(partial, progress, "calibrating", config.bits)
-        model = quantize_within(about.calibration, config, measurement, budget, resources, notes=about.notes)
+        model = quantize_within(calibrated.calibration, config, measurement, budget, resources, notes=calibrated.notes)
     note(describe_plan(model, measurement))
     widths_of = {name: dict(bits) for name, bits in model.plan.widths.items()}
     plan = {"bytes": model.bytes, "bops": model.bops, "foretold": model.plan.totals.loss, "widths": widths_of}

@@ -360,15 +360,15 @@ def site_progress(progress: Progress, task: TaskID, name: str, at_once: int = 0)
     If they will take more than a minute, the callback also prints about how long, even if there is no bar. It does so
     once, after `at_once` sites, the number of sites that are searched at once; with 0 it prints nothing.
     """
-    calls, begun = 0, (0.0, 0)
+    calls, began_at = 0, (0.0, 0)
 
     def update(done: int, total: int, site: str) -> None:
-        nonlocal calls, begun
+        nonlocal calls, began_at
         progress.update(task, completed=done, total=total, description=f"{name} {site}")
         if calls == 0:
-            begun = time.monotonic(), done
-        elif calls == at_once and done > begun[1]:
-            seconds = (time.monotonic() - begun[0]) * (total - done) / (done - begun[1])
+            began_at = time.monotonic(), done
+        elif calls == at_once and done > began_at[1]:
+            seconds = (time.monotonic() - began_at[0]) * (total - done) / (done - began_at[1])
             if seconds > _LONG:
                 progress.console.print(f"{name}: about {_duration(seconds)} left", highlight=False)
         calls += 1

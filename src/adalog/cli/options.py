@@ -126,9 +126,9 @@ def find_device(name: str) -> torch.device:
             torch.zeros(1, device=name).item()
         return torch.device(name)
     except (RuntimeError, AssertionError, ImportError) as cause:
-        here = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+        names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
         raise ValueError(
-            f"--device {name!r} is not available on this machine: choose from {', '.join(here)}"
+            f"--device {name!r} is not available on this machine: choose from {', '.join(names)}"
         ) from cause
 
 

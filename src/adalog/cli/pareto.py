@@ -94,24 +94,24 @@ def command(
     config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # --widths replaces these bits
     partial = partial_of(out, json_out, resume, (source_of(model), checkpoint, sensitivity, data, val))
     known = None if sensitivity is None else study.read(sensitivity)
-    about = budgets.subject(model, data, config, judged, setup)
-    check_output(about.calibration.program)  # before the long work, check that the output can be evaluated
-    predict(about.loaded.module, about.judged[:1])
-    labelled = _labels_of(model, val, about)
+    calibrated = budgets.subject(model, data, config, judged, setup)
+    check_output(calibrated.calibration.program)  # before the long work, check that the output can be evaluated
+    predict(calibrated.loaded.module, calibrated.judged[:1])
+    labelled = _labels_of(model, val, calibrated)
     out.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():
-        measurement = known or budgets.measure(about, config, tried, progress, setup, partial)
+        measurement = known or budgets.measure(calibrated, config, tried, progress, setup, partial)
         resources = setup.resources(partial, progress, "quantizing", "model:")
         points = curve(
-            about.calibration,
+            calibrated.calibration,
             config,
             measurement,
-            about.loaded.module,
-            about.judged,
+            calibrated.loaded.module,
+            calibrated.judged,
             resources.named("points"),
             labelled=labelled,
             count=count,
-            notes=about.notes,
+            notes=calibrated.notes,
         )
         figure = pareto_figure(points, measurement.measure, model)
         write_file(out, render(figure, out.suffix[1:], f"{model}: loss against bytes and BOPs"))
@@ -129,7 +129,7 @@ def command(
 
 
 def _labels_of(
-    model: str, val: Path | None, about: budgets.CalibratedModel
+    model: str, val: Path | None, calibrated: budgets.CalibratedModel
 ) -> tuple[PreparedImages, torch.Tensor] | None:
     """Return the labelled images with their labels, or None if there are none."""
     if val is None:
@@ -142,10 +142,10 @@ def _labels_of(
         raise DataError(
             f"{val} has no labels: make one subfolder per class, or add a CSV file with the columns file,label"
         )
-    prepared, labels = PreparedImages(images, about.loaded.rgb_preprocessing), torch.tensor(images.labels)
+    prepared, labels = PreparedImages(images, calibrated.loaded.rgb_preprocessing), torch.tensor(images.labels)
     # Before the long work, check on one image of the highest class that the model knows all classes.
     last = int(labels.argmax())
-    logits = predict(about.loaded.module, prepared(range(last, last + 1)), device=about.judged.device)
+    logits = predict(calibrated.loaded.module, prepared(range(last, last + 1)), device=calibrated.judged.device)
     check_classes(images.classes, logits, str(val), model)
     score(logits, labels[[last]])
     return prepared, labels

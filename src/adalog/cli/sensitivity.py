@@ -81,9 +81,9 @@ def command(
         record |= {"parts": {name: part_sensitivity.to_json() for name, part_sensitivity in by_part.items()}}
         tables = [table_of(part_sensitivity, name) for name, part_sensitivity in by_part.items()]
     else:
-        about = budgets.subject(model, data, config, judged, setup)
+        calibrated = budgets.subject(model, data, config, judged, setup)
         with progress_bar() as progress, quiet():
-            measurement = budgets.measure(about, config, tried, progress, setup, partial)
+            measurement = budgets.measure(calibrated, config, tried, progress, setup, partial)
         record |= measurement.to_json()
         tables = [table_of(measurement, "the model")]
     emit_json(record, str(out))

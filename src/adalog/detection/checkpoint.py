@@ -31,12 +31,12 @@ def public_names(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, str
     """Yield (part, name of a tensor in the part, its name in a public checkpoint) for every tensor."""
     for part, module in parts.items():
         kind, _, stage = part.partition("_")
-        layers = {name: theirs for name, theirs in _layers(kind, module) if name != theirs}
+        layers = {name: public for name, public in _layers(kind, module) if name != public}
         place = {"box": "roi_head.bbox_head", "mask": "roi_head.mask_head", "rpn": "rpn_head"}.get(kind, kind)
         for name in module.state_dict():
             layer = max((candidate for candidate in layers if name.startswith(f"{candidate}.")), key=len, default="")
-            theirs = layers[layer] + name[len(layer) :] if layer else name
-            yield part, name, ".".join(filter(None, [place, stage, theirs]))
+            public = layers[layer] + name[len(layer) :] if layer else name
+            yield part, name, ".".join(filter(None, [place, stage, public]))
 
 
 def _as_here(name: str, value: Tensor) -> Tensor:
@@ -52,10 +52,10 @@ def _layers(kind: str, module: nn.Module) -> Iterator[tuple[str, str]]:
             yield f"norms.{stage}", f"norm{stage}"
             yield f"features.{2 * stage + 2}", f"layers.{stage}.downsample"
             for block, _ in enumerate(module.features[2 * stage + 1]):  # type: ignore[index]
-                ours, theirs = f"features.{2 * stage + 1}.{block}", f"layers.{stage}.blocks.{block}"
-                yield ours, theirs
-                yield f"{ours}.mlp.0", f"{theirs}.mlp.fc1"
-                yield f"{ours}.mlp.3", f"{theirs}.mlp.fc2"
+                own_name, public_name = f"features.{2 * stage + 1}.{block}", f"layers.{stage}.blocks.{block}"
+                yield own_name, public_name
+                yield f"{own_name}.mlp.0", f"{public_name}.mlp.fc1"
+                yield f"{own_name}.mlp.3", f"{public_name}.mlp.fc2"
     for number in range(4):
         yield f"lateral.{number}", f"lateral_convs.{number}.conv"
         yield f"smooth.{number}", f"fpn_convs.{number}.conv"

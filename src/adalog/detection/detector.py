@@ -111,10 +111,10 @@ class Detector:
         outputs = self.parts["rpn"](*maps)
         results = []
         for index, size in enumerate(batch.sizes):
-            mine = [value[index : index + 1] for value in maps]
+            maps_of_image = [value[index : index + 1] for value in maps]
             proposals = self.proposals([value[index] for value in outputs], size)
-            boxes, scores, labels = self.boxes(mine, proposals, size, batch.factors[index])
-            masks = self.masks(mine, boxes, labels, batch.factors[index], batch.originals[index])
+            boxes, scores, labels = self.boxes(maps_of_image, proposals, size, batch.factors[index])
+            masks = self.masks(maps_of_image, boxes, labels, batch.factors[index], batch.originals[index])
             results.append(Detections(boxes, scores, labels, masks))
         return results
 
@@ -135,10 +135,10 @@ class Detector:
             boxes.append(decode_boxes(own[order], in_order_of_anchors(offsets, 4)[order], (1.0,) * 4, size))
             scores.append(likely[: settings.proposals])
             which.append(torch.full_like(order, level))
-        every, likely, levels = torch.cat(boxes), torch.cat(scores), torch.cat(which)
-        valid = (_area(every) > 0) & (likely >= 0)
-        every, likely, levels = every[valid], likely[valid], levels[valid]
-        return every[suppress(every, likely, levels, settings.proposal_overlap, settings.proposals)]
+        candidates, likely, levels = torch.cat(boxes), torch.cat(scores), torch.cat(which)
+        valid = (_area(candidates) > 0) & (likely >= 0)
+        candidates, likely, levels = candidates[valid], likely[valid], levels[valid]
+        return candidates[suppress(candidates, likely, levels, settings.proposal_overlap, settings.proposals)]
 
     def boxes(
         self, maps: Sequence[Tensor], proposals: Tensor, size: tuple[int, int], factors: Tensor

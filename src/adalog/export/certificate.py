@@ -93,7 +93,7 @@ class Certificate:
 
     def text(self) -> str:
         """Return the certificate as a page of text."""
-        operands, off, differ = (
+        operands, codes_off, differ = (
             sum(getattr(site, name) for site in self.sites) for name in ("operands", "off", "differ")
         )
         lines = [
@@ -101,7 +101,7 @@ class Certificate:
             *(f"failure: {failure}" for failure in self.failures),
             f"images: {self.images:,}; sites: {len(self.sites)}, on the first {min(self.images, SITE_IMAGES)} images",
             f"accumulators: {'all equal' if self.accumulators_equal else 'NOT equal'}",
-            f"codes: {operands:,}; wrong for their values: {off:,}; different from the executor's: {differ:,}",
+            f"codes: {operands:,}; wrong for their values: {codes_off:,}; different from the executor's: {differ:,}",
         ]
         if self.error is not None:
             median, largest = self.error["median"], self.error["largest"]
@@ -136,14 +136,14 @@ def certify(
     package is missing.
     """
     package(engine)
-    model, about = read(content)
-    form: OnnxForm = about["form"]
+    model, metadata = read(content)
+    form: OnnxForm = metadata["form"]
     certificate = Certificate(
         form, engine, executor, {"artifact": source, "export": hashlib.sha256(content).hexdigest()}, _versions(engine)
     )
-    if about["artifact"] != source:
+    if metadata["artifact"] != source:
         certificate.failures.append("the file was made from another artifact")
-    if about["graph"] != graph_digest(model):
+    if metadata["graph"] != graph_digest(model):
         certificate.failures.append("the file was changed after adalog wrote it")
     replay = _replay(quantized, form)
     names = changed_tensors(model, replay)
@@ -163,8 +163,8 @@ def read(content: bytes) -> tuple[Any, dict[str, Any]]:
     try:
         model = onnx.load_model_from_string(content)
         notes = {entry.key: entry.value for entry in model.metadata_props}
-        about = json.loads(notes[KEY])
-        sane = about["form"] in EVERY_FORM and all(isinstance(about[key], str) for key in ("artifact", "graph"))
+        metadata = json.loads(notes[KEY])
+        sane = metadata["form"] in EVERY_FORM and all(isinstance(metadata[key], str) for key in ("artifact", "graph"))
     except Exception as cause:  # parsers may raise any exception for arbitrary bytes
         raise ArtifactError(
             f"the file is not an ONNX model that adalog exported ({one_line(cause)}): make one with `adalog export`"
@@ -175,7 +175,7 @@ def read(content: bytes) -> tuple[Any, dict[str, Any]]:
             "the file is not an ONNX model that adalog exported, because its metadata or its tensors are not valid: "
             "make one with `adalog export`"
         )
-    return model, about
+    return model, metadata
 
 
 def changed_tensors(model: Any, replay: ProgramModule) -> list[str]:
@@ -190,8 +190,8 @@ def changed_tensors(model: Any, replay: ProgramModule) -> list[str]:
         expected = expected_tensors.get(initializer.name)
         if expected is None:
             continue
-        got = numpy_helper.to_array(initializer)
-        same = got.shape == expected.shape and bool((got.astype(expected.dtype) == expected).all())
+        actual = numpy_helper.to_array(initializer)
+        same = actual.shape == expected.shape and bool((actual.astype(expected.dtype) == expected).all())
         if not same:
             names.append(initializer.name)
     return names
@@ -232,9 +232,9 @@ def _compare(
     count = 0
     for batch in batches:
         feeds = inputs_of(batch, names)
-        got = _run(plain, feeds, certificate.engine)
+        actual = _run(plain, feeds, certificate.engine)
         expected = present_leaves(compiled(*batch))
-        answers.append(pair(expected, [got.get(entry.name) for entry in model.graph.output]))
+        answers.append(pair(expected, [actual.get(entry.name) for entry in model.graph.output]))
         if count < SITE_IMAGES:
             few = tuple(value[: SITE_IMAGES - count] for value in batch)
             feeds = inputs_of(few, names)
@@ -320,7 +320,7 @@ def _site(
     trace = replay.products[site.name].traced
     assert trace is not None
     sides = [(site.left, trace.left), *([] if trace.right is None else [(site.right, trace.right)])]
-    operands = off = differ = 0
+    operands = codes_off = differ = 0
     wholes: list[list[Tensor]] = []
     for quantizer, parts in sides:
         integers = [_whole(part, inner) for part in parts]
@@ -331,7 +331,7 @@ def _site(
         exact = None if value is None else quantizer.integers(quantizer.quantize(torch.as_tensor(value)))
         operands += integers[0].numel()
         differ += _unequal(integers, expected)
-        off += integers[0].numel() if exact is None else _unequal(integers, exact)
+        codes_off += integers[0].numel() if exact is None else _unequal(integers, exact)
     exactly = max(site.bounds) < 2**53
     ready = [[part.double() if exactly else part for part in integers] for integers in wholes]
     sums = CodeProduct(site).sums(ready[0], ready[1] if len(ready) > 1 else None)
@@ -345,7 +345,7 @@ def _site(
         )
         for index, (name, total) in enumerate(zip(trace.results, sums, strict=True))
     )
-    return SiteReport(site.name, equal, operands, off, differ)
+    return SiteReport(site.name, equal, operands, codes_off, differ)
 
 
 def _whole(part: Sequence[Digit], inner: Mapping[str, Any]) -> Tensor:
@@ -354,39 +354,39 @@ def _whole(part: Sequence[Digit], inner: Mapping[str, Any]) -> Tensor:
     return torch.stack(digits).sum(0)
 
 
-def _unequal(some: Sequence[Tensor], others: Sequence[Tensor]) -> int:
+def _unequal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> int:
     """Count the places at which any part differs."""
-    if some[0].shape != others[0].shape:
-        return some[0].numel()
-    different = [first != second for first, second in zip(some, others, strict=True)]
+    if ones[0].shape != others[0].shape:
+        return ones[0].numel()
+    different = [first != second for first, second in zip(ones, others, strict=True)]
     return int(torch.stack(different).any(0).sum())
 
 
-def _same(site: IntegerSite, sums: Tensor, got: Tensor, scale: Tensor | None, left: Tensor) -> bool:
+def _same(site: IntegerSite, sums: Tensor, actual: Tensor, scale: Tensor | None, left: Tensor) -> bool:
     """Return True if a site's results are its exact sums or, up to rounding, the sums times the scale."""
     expected = sums if site.geometry is None else site.image(sums, left.shape)
-    if got.shape != expected.shape:
+    if actual.shape != expected.shape:
         return False
     if scale is None:
-        return bool((got.double() == expected.double()).all())
+        return bool((actual.double() == expected.double()).all())
     real = expected.double() * scale.double()
     largest = float(real.abs().max()) if real.numel() else 0.0
-    return bool(((got.double() - real).abs() <= ROUNDING * largest).all())
+    return bool(((actual.double() - real).abs() <= ROUNDING * largest).all())
 
 
-def merge_sites(before: list[SiteReport], now: list[SiteReport]) -> list[SiteReport]:
+def merge_sites(before: list[SiteReport], after: list[SiteReport]) -> list[SiteReport]:
     """Return the reports of all sites on the images so far and the images of the last batch."""
     if not before:
-        return now
+        return after
     return [
         SiteReport(a.site, a.equal and b.equal, a.operands + b.operands, a.off + b.off, a.differ + b.differ)
-        for a, b in zip(before, now, strict=True)
+        for a, b in zip(before, after, strict=True)
     ]
 
 
-def pair(expected: Sequence[Any], got: Sequence[Any]) -> Answers:
+def pair(expected: Sequence[Any], actual: Sequence[Any]) -> Answers:
     """Pair the float outputs of a batch (artifact, file). Raises ArtifactError if there are none, or shapes differ."""
-    pairs = [(first, torch.as_tensor(second)) for first, second in zip(expected, got, strict=True)]
+    pairs = [(first, torch.as_tensor(second)) for first, second in zip(expected, actual, strict=True)]
     for first, second in pairs:
         if first.shape != second.shape:
             raise ArtifactError(
@@ -406,23 +406,23 @@ def relative_errors(answers: Sequence[Answers]) -> Tensor:
     """Return the relative error of each image, over all of its outputs together: (images,)."""
     errors = []
     for batch in answers:
-        expected, got = (
+        expected, actual = (
             torch.cat([output.double().reshape(len(output), -1) for output in side], 1)
             for side in zip(*batch, strict=True)
         )
-        errors.append((got - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-30))
+        errors.append((actual - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-30))
     return torch.cat(errors)
 
 
 def judge(certificate: Certificate, answers: Sequence[Answers]) -> None:
     """Compare the outputs of all batches, and write the results and the failures to the certificate."""
     errors = relative_errors(answers)
-    expected, got = (torch.cat(list(side)) for side in zip(*(batch[0] for batch in answers), strict=True))
+    expected, actual = (torch.cat(list(side)) for side in zip(*(batch[0] for batch in answers), strict=True))
     certificate.error = {"median": float(errors.median()), "largest": float(errors.max())}
     if expected.ndim == 2 and expected.shape[1] > 1:
-        certificate.changed = torch.nonzero(expected.argmax(1) != got.argmax(1)).flatten().tolist()
+        certificate.changed = torch.nonzero(expected.argmax(1) != actual.argmax(1)).flatten().tolist()
         certificate.argmax_changed = len(certificate.changed)
-        preferred = expected.amax(1) - expected.gather(1, got.argmax(1, keepdim=True))[:, 0]
+        preferred = expected.amax(1) - expected.gather(1, actual.argmax(1, keepdim=True))[:, 0]
         certificate.beyond_own = int((preferred > certificate.own_error * expected.norm(dim=1)).sum())
         if certificate.beyond_own > max(1, CHANGED * certificate.images):
             certificate.failures.append(
@@ -437,8 +437,8 @@ def judge(certificate: Certificate, answers: Sequence[Answers]) -> None:
         certificate.failures.append(
             f"accumulators differ from the exact sums of the codes: {unequal[0] if unequal else 'no site was found'}"
         )
-    off = [site for site in certificate.sites if site.off > max(1, CODES_OFF * site.operands)]
-    if off:
+    sites_off = [site for site in certificate.sites if site.off > max(1, CODES_OFF * site.operands)]
+    if sites_off:
         certificate.failures.append(
-            f"{off[0].off} of {off[0].operands} codes of {off[0].site} are wrong for their values"
+            f"{sites_off[0].off} of {sites_off[0].operands} codes of {sites_off[0].site} are wrong for their values"
         )

@@ -148,9 +148,9 @@ def to_executorch(quantized: QuantizedProgram, source: str) -> bytes:
     Raises ArtifactError if the program cannot be exported to ExecuTorch, and DataError if a package is missing.
     """
     versions()
-    about = {KEY: json.dumps({"artifact": source, "made_by": versions()}, sort_keys=True)}
-    about |= {name: json.dumps(quantized.provenance[name]) for name in NOTED if name in quantized.provenance}
-    return lower(ProgramModule(quantized, MAKERS).eval(), one_image(quantized), about)
+    metadata_entries = {KEY: json.dumps({"artifact": source, "made_by": versions()}, sort_keys=True)}
+    metadata_entries |= {name: json.dumps(quantized.provenance[name]) for name in NOTED if name in quantized.provenance}
+    return lower(ProgramModule(quantized, MAKERS).eval(), one_image(quantized), metadata_entries)
 
 
 def to_watched(quantized: QuantizedProgram) -> tuple[bytes, ProgramModule, list[tuple[str, str]]]:
@@ -214,9 +214,9 @@ def read_notes(content: bytes) -> dict[str, Any]:
     try:
         with quietly():
             (text,) = _method(content, KEY).execute([])
-        about: dict[str, Any] = json.loads(text)
-        if isinstance(about["artifact"], str) and isinstance(about["made_by"], dict):
-            return about
+        notes: dict[str, Any] = json.loads(text)
+        if isinstance(notes["artifact"], str) and isinstance(notes["made_by"], dict):
+            return notes
         why = "its metadata is not valid"
     except Exception as cause:  # the runtime may raise any exception for arbitrary bytes
         why = one_line(cause)

@@ -61,13 +61,13 @@ def certify_executorch(
     a package is missing.
     """
     certificate = _certificate(source, content, executor)
-    about = executorch.read_notes(content)
-    if about["artifact"] != source:
+    notes = executorch.read_notes(content)
+    if notes["artifact"] != source:
         certificate.failures.append("the file was made from another artifact")
-    if about["made_by"] != executorch.versions():
-        made_by = ", ".join(f"{name} {value}" for name, value in about["made_by"].items())
+    if notes["made_by"] != executorch.versions():
+        made_by = ", ".join(f"{name} {value}" for name, value in notes["made_by"].items())
         certificate.failures.append(f"the file was made by {made_by}: certify it with the same versions")
-    elif executorch.to_executorch(quantized, about["artifact"]) != content:
+    elif executorch.to_executorch(quantized, notes["artifact"]) != content:
         certificate.failures.append("the file differs from the file that adalog writes for the artifact")
     try:
         _compare(certificate, quantized, content, batches)
@@ -129,20 +129,20 @@ def _site(
 ) -> SiteReport:
     """Compare a site of the export with its exact sums, for the values that it read."""
     sides = [site.left, *([site.right] if site.weight is None else [])]
-    operands = off = differ = 0
+    operands = codes_off = differ = 0
     wholes: list[Tensor] = []
     for quantizer, arg in zip(sides, site.node.args, strict=False):
         code = inner["codes", arg.name].long() - executorch.LOW
         operands += code.numel()
-        off += int((code != quantizer.quantize(inner["value", arg.name])).sum())
+        codes_off += int((code != quantizer.quantize(inner["value", arg.name])).sum())
         differ += int((code != codes[arg.name]).sum())
         wholes += quantizer.integers(code)
     doubles = [integers.double() for integers in wholes]
     sums = CodeProduct(site).sums(doubles[:1], doubles[1:] or None)
     bias = site.node.args[2] if site.weight is not None and len(site.node.args) > 2 else None
     expected = finish(site, sums, None if bias is None else quantized.program.tensors[bias.name], wholes[0].shape)
-    got = inner["result", site.name]
-    equal = got.shape == expected.shape and bool(
-        ((got.double() - expected.double()).abs() <= ROUNDING * float(expected.abs().max())).all()
+    actual = inner["result", site.name]
+    equal = actual.shape == expected.shape and bool(
+        ((actual.double() - expected.double()).abs() <= ROUNDING * float(expected.abs().max())).all()
     )
-    return SiteReport(site.name, equal, operands, off, differ)
+    return SiteReport(site.name, equal, operands, codes_off, differ)

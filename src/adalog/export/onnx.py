@@ -48,13 +48,13 @@ def to_onnx(quantized: QuantizedProgram, form: OnnxForm, source: str, *, selects
     _store(model, replay.stored_weights())
     _name_ends(model, quantized)
     model.ir_version, model.producer_name, model.producer_version = _IR, "adalog", version.__version__
-    about = {
+    metadata = {
         "form": form,
         "artifact": source,
         "graph": graph_digest(model),
         "made_by": {name: package(name).__version__ for name in ("torch", "onnx", "onnxscript")},
     }
-    notes = {KEY: json.dumps(about)}
+    notes = {KEY: json.dumps(metadata)}
     notes |= {name: json.dumps(quantized.provenance[name]) for name in NOTED if name in quantized.provenance}
     del model.metadata_props[:]
     onnx.helper.set_model_props(model, notes)

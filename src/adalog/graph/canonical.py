@@ -338,12 +338,12 @@ def unfold_one_hot(call: OpCall) -> Ref | None:
 
 def unfold_any_or_all(call: OpCall) -> Ref:
     """Write `any` and `all` as a comparison of the number of values that decide, those unlike or like zero, with 0."""
-    values, some = call.arguments(), call.op.startswith("aten.any.")
+    values, is_any = call.arguments(), call.op.startswith("aten.any.")
     dims = values.get("dim")
     dims = (dims,) if isinstance(dims, int) else dims or tuple(range(call.metas[0].ndim))
-    deciding = call.emit("aten.ne.Scalar" if some else "aten.eq.Scalar", values["self"], 0, part="_deciding")
+    deciding = call.emit("aten.ne.Scalar" if is_any else "aten.eq.Scalar", values["self"], 0, part="_deciding")
     count = call.emit("aten.sum.dim_IntList", deciding, dims, bool(values.get("keepdim")), part="_count")
-    return call.emit("aten.gt.Scalar" if some else "aten.eq.Scalar", count, 0)
+    return call.emit("aten.gt.Scalar" if is_any else "aten.eq.Scalar", count, 0)
 
 
 def unfold_bucketize(call: OpCall) -> Ref | None:

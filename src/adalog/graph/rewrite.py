@@ -66,12 +66,12 @@ RewriteCache = dict[tuple[str, int], tuple[Assignment, Any]]
 def group_sites(sites: Sequence[Site], pairs: Sequence[Pair]) -> list[SiteGroup]:
     """Group the sites that are searched together, in order of execution."""
     folded = {name: pair for pair in pairs if not pair.refusal for name in pair.sites}
-    together: dict[tuple[str, ...], list[Site]] = {}
+    by_reads: dict[tuple[str, ...], list[Site]] = {}
     for site in sites:
         read = tuple(call.left for call in site.calls)
         key = ("linear", *read) if site.role == "linear" else (site.role, site.name)
-        together.setdefault(key, []).append(site)
-    return [SiteGroup(tuple(members), folded.get(members[0].name)) for members in together.values()]
+        by_reads.setdefault(key, []).append(site)
+    return [SiteGroup(tuple(members), folded.get(members[0].name)) for members in by_reads.values()]
 
 
 def rewrite(program: Program, assigned: Assigned, cache: RewriteCache | None = None) -> Program:

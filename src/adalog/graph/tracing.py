@@ -139,8 +139,8 @@ def keeps_images_apart(
     """
     if any(name not in axes for name in names):
         return False
-    together, *alone = run(0, 2), run(0, 1), run(1, 1)
-    for name, value in together.items():
+    joint, *alone = run(0, 2), run(0, 1), run(1, 1)
+    for name, value in joint.items():
         axis, pieces = axes[name], [values[name] for values in alone]
         references = pieces if axis is None else [torch.cat(pieces, axis[0])]
         if not all(close(value, reference) for reference in references):

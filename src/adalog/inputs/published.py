@@ -163,8 +163,8 @@ def _hf_preprocessing(
 
 
 def _unknown_model(package: str, name: str, known: Iterable[str]) -> DataError:
-    close = difflib.get_close_matches(name, sorted(set(known)), SHOWN)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"see {package}'s list_models()"
+    similar = difflib.get_close_matches(name, sorted(set(known)), SHOWN)
+    hint = f"did you mean {' or '.join(similar)}?" if similar else f"see {package}'s list_models()"
     return DataError(f"{package} has no model {name!r}: {hint}")
 
 

@@ -57,9 +57,11 @@ def read_shards(paths: Sequence[Path], suffixes: Collection[str]) -> tuple[list[
         members, classes = _read_shard(path, suffixes)
         keys = [_key(member.member) for member in members]
         counts = Counter(keys)
-        twice = next((key for key in classes if counts[key] > 1), None)
-        if twice is not None:
-            raise DataError(f"{path} has several images {twice}.*, but one label {twice}.cls: give each image its own")
+        duplicate = next((key for key in classes if counts[key] > 1), None)
+        if duplicate is not None:
+            raise DataError(
+                f"{path} has several images {duplicate}.*, but one label {duplicate}.cls: give each image its own"
+            )
         images += members
         labels += [classes.get(key) for key in keys]
     present = [label for label in labels if label is not None]

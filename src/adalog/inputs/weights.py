@@ -82,8 +82,8 @@ def _parts(own: Mapping[str, Tensor], states: Iterable[tuple[str, dict[str, Tens
 
 def _only_one(parts: Sequence[_Part], what: str) -> _Part:
     """Return the part under the most usual key. Raises DataError if others are as likely. what: text of the error."""
-    usual = [part for part in parts if part.key.partition(".")[0] in ("", *_WRAPPERS)]
-    likely = [part for part in usual if part.key == usual[0].key] or list(parts)
+    usual_parts = [part for part in parts if part.key.partition(".")[0] in ("", *_WRAPPERS)]
+    likely = [part for part in usual_parts if part.key == usual_parts[0].key] or list(parts)
     likely = [part for part in likely if not part.prefix] or likely
     if len(likely) > 1:
         names = [f"{part.key}{part.prefix}".rstrip(".") for part in likely]
@@ -117,9 +117,9 @@ def _other_classes(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> 
     if own.keys() != weights.keys():
         return 0
     shapes = [(value.shape, own[name].shape) for name, value in weights.items() if own[name].shape != value.shape]
-    if any(not theirs or theirs[1:] != ours[1:] for theirs, ours in shapes):
+    if any(not file_shape or file_shape[1:] != own_shape[1:] for file_shape, own_shape in shapes):
         return 0
-    counts = {(theirs[0], ours[0]) for theirs, ours in shapes}
+    counts = {(file_shape[0], own_shape[0]) for file_shape, own_shape in shapes}
     return counts.pop()[0] if len(counts) == 1 else 0
 
 
@@ -136,9 +136,9 @@ def misfit(own: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
         "missing": [name for name in own if name not in weights],
         "unexpected": [name for name in weights if name not in own],
         "wrong shape": [
-            f"{name} {list(value.shape)} instead of {list(ours.shape)}"
-            for name, value, ours in pairs
-            if ours.shape != value.shape
+            f"{name} {list(value.shape)} instead of {list(own_value.shape)}"
+            for name, value, own_value in pairs
+            if own_value.shape != value.shape
         ],
         "complex or sparse": [
             name
@@ -146,9 +146,9 @@ def misfit(own: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
             if value.layout != torch.strided or (name in own and value.is_complex() != own[name].is_complex())
         ],
         "codes of another tool": [  # whose scales are lost
-            f"{name} of {value.dtype} instead of {ours.dtype}"
-            for name, value, ours in pairs
-            if ours.is_floating_point() and _is_whole(value)
+            f"{name} of {value.dtype} instead of {own_value.dtype}"
+            for name, value, own_value in pairs
+            if own_value.is_floating_point() and _is_whole(value)
         ],
     }
     return "; ".join(f"{word} {join_names(names)}" for word, names in reasons.items() if names)
@@ -178,14 +178,14 @@ def _state_dicts(content: Any, key: str = "", depth: int = _DEPTH) -> Iterator[t
     if not isinstance(content, Mapping) or not depth:  # a wrapper may contain itself
         return
     inner = {str(name): value for name, value in content.items() if isinstance(value, Mapping)}
-    usual = [name for name in _WRAPPERS if name in inner]
-    for name in usual:
+    wrappers = [name for name in _WRAPPERS if name in inner]
+    for name in wrappers:
         yield from _state_dicts(inner[name], f"{key}{name}.", depth - 1)
     state = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
     if state:
         yield key, state
     for name, value in inner.items():
-        if name not in usual:
+        if name not in wrappers:
             yield from _state_dicts(value, f"{key}{name}.", depth - 1)
 
 

@@ -59,8 +59,8 @@ def c_function(name: str, *values: Tensor, dtype: torch.dtype = torch.float32) -
     It takes tensors of one dtype in CPU memory, but not the placeholders that PyTorch uses while it traces or maps a
     function.
     """
-    able = are_values(*values) and all(_in_memory(value, dtype) for value in values)
-    return _functions().get(name) if able else None
+    fits = are_values(*values) and all(_in_memory(value, dtype) for value in values)
+    return _functions().get(name) if fits else None
 
 
 def are_values(*tensors: Tensor) -> bool:
@@ -164,10 +164,10 @@ def straight_through(
     if taken is None or torch.is_grad_enabled():
         return None
     low, high, step = trained
-    values, ends = ([value.contiguous() for value in some] for some in ((gradient, x, hat), (low, high)))
+    values, ends = ([value.contiguous() for value in group] for group in ((gradient, x, hat), (low, high)))
     (call, sizes), result = taken, torch.empty_like(values[1])
     sums = torch.zeros(low.numel(), 3, dtype=torch.float64, device=x.device)
-    sources, between, results = ([value.data_ptr() for value in some] for some in (values, ends, [result, sums]))
+    sources, between, results = ([value.data_ptr() for value in group] for group in (values, ends, [result, sums]))
     call(*sources, *sizes, *between, above, mixed, *results)
     by_low, by_high, by_step = (total.reshape(low.shape).to(low.dtype) for total in sums.unbind(1))
     return result, [by_low, by_high, by_step / step]
@@ -215,8 +215,8 @@ def kernels(*values: Tensor, dtype: torch.dtype = torch.float32) -> Any:
 
     It takes tensors of one dtype on a CUDA device, of fewer than 2**31 elements each.
     """
-    able = all(value.is_cuda and value.dtype == dtype and value.numel() < MOST_ELEMENTS for value in values)
-    if not able or not are_values(*values) or any(value.is_neg() for value in values):
+    fits = all(value.is_cuda and value.dtype == dtype and value.numel() < MOST_ELEMENTS for value in values)
+    if not fits or not are_values(*values) or any(value.is_neg() for value in values):
         return None
     return _triton_kernels()
 

@@ -30,8 +30,8 @@ def _function(name: str, dtype: torch.dtype, *values: Tensor) -> Callable[..., N
 
 def _kernels(count: int, dtype: torch.dtype, *values: Tensor) -> Any:
     """Return the module of kernels if it can take these values and number all candidates of the first, else None."""
-    able = dtype in KINDS and 0 < count * values[0].numel() < MOST_ELEMENTS
-    return kernels(*values) if able else None
+    fits = dtype in KINDS and 0 < count * values[0].numel() < MOST_ELEMENTS
+    return kernels(*values) if fits else None
 
 
 def _matrix(values: Tensor) -> int:
@@ -117,8 +117,8 @@ def table_errors(values: Tensor, bins: Tensor, tables: Tensor, dtype: torch.dtyp
     if function is None and waits_for_launches(values.device):  # one launch for all candidates
         return tables.index_select(1, bins.view(-1)).view(result.shape).sub_(values).to(dtype)
     if function is None:
-        for table, put in zip(tables, result, strict=True):
-            put.copy_(torch.index_select(table, 0, bins.view(-1)).view(values.shape).sub_(values))
+        for table, target in zip(tables, result, strict=True):
+            target.copy_(torch.index_select(table, 0, bins.view(-1)).view(values.shape).sub_(values))
     else:
         sizes = values.numel(), _matrix(values)
         pointers = values.data_ptr(), bins.data_ptr(), *sizes, tables.data_ptr()

@@ -122,8 +122,8 @@ class LogFormat(Format):
             sought = (cuts + self.offset).transpose(0, 1).reshape(groups, -1)
             ends = torch.searchsorted(middles, sought, right=True)  # the first bin above each threshold
             ends = ends.view(groups, len(points), -1).transpose(0, 1)
-            none, every = (ends.new_full((len(points), groups, 1), end) for end in (0, count))
-            counts = torch.diff(ends, prepend=none, append=every).reshape(-1)
+            none, total = (ends.new_full((len(points), groups, 1), end) for end in (0, count))
+            counts = torch.diff(ends, prepend=none, append=total).reshape(-1)
             size = len(points) * groups * count
             tables = levels.to(values.dtype).reshape(-1).repeat_interleave(counts, output_size=size)
             return table_errors(values, bins, tables.view(len(points), -1), dtype)

@@ -377,8 +377,8 @@ class LogQuantizer(Quantizer):
                 nearest = nearest_log(x, self.offset, self.scale, span, places, bins.ends, levels)
                 if nearest is not None:
                     return nearest
-                return by_slices(lambda some: levels.index_select(0, self._places(some, bins)), flat).view(x.shape)
-        return by_slices(lambda some: self.dequantize(self.quantize(some)).to(x.dtype), flat).view(x.shape)
+                return by_slices(lambda part: levels.index_select(0, self._places(part, bins)), flat).view(x.shape)
+        return by_slices(lambda part: self.dequantize(self.quantize(part)).to(x.dtype), flat).view(x.shape)
 
     def _places(self, x: Tensor, bins: Bins) -> Tensor:
         return _places((self._lift(x) / self.scale).reshape(-1), bins)

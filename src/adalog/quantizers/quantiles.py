@@ -78,8 +78,8 @@ def quantiles(rows: Tensor, fractions: Sequence[float]) -> list[Tensor]:
         return [ends[fraction] for fraction in fractions]
     if rows.shape[1] > QUANTILE_LIMIT:
         return _of_sorted(ascending(rows), fractions)
-    some = max(1, QUANTILE_LIMIT // rows.shape[1])
-    parts = [part.quantile(part.new_tensor(fractions), dim=1) for part in rows.split(some)]
+    chunk = max(1, QUANTILE_LIMIT // rows.shape[1])
+    parts = [part.quantile(part.new_tensor(fractions), dim=1) for part in rows.split(chunk)]
     return list(torch.cat(parts, dim=1))
 
 

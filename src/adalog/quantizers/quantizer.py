@@ -73,10 +73,10 @@ class _QuantizedStraightThrough(torch.autograd.Function):
         trains = any(ctx.needs_input_grad[1:4])
         result = torch.empty_like(gradient)
         sums = [torch.zeros_like(value) for value in trained] if trains else []
-        for slopes, put, *others in zip(*_slices([gradient, result, x, hat], trained), strict=True):
+        for slopes, target, *others in zip(*_slices([gradient, result, x, hat], trained), strict=True):
             wide = torch.promote_types(x.dtype, trained[0].dtype)
             values, hats = (value.to(wide) for value in others)
-            put.copy_(_gradient_by_values(slopes.to(wide), values, hats, trained, sums, ctx.above, ctx.mixed))
+            target.copy_(_gradient_by_values(slopes.to(wide), values, hats, trained, sums, ctx.above, ctx.mixed))
         return result if ctx.needs_input_grad[0] else None, *(sums if trains else (None,) * 3), None, None, None
 
 
@@ -223,7 +223,7 @@ class Quantizer(ABC):
         return None
 
     def _nearest(self, x: Tensor) -> Tensor:
-        return by_slices(lambda some: self.dequantize(self.quantize(some)).to(x.dtype), x, self.scale)
+        return by_slices(lambda part: self.dequantize(self.quantize(part)).to(x.dtype), x, self.scale)
 
     def tables(self) -> tuple[Tensor, ...]:
         """Return the tables of `fake_quantize`, kept for `torch.compile`, which cannot trace how they are made."""
@@ -413,11 +413,11 @@ def by_slices(function: Callable[[Tensor], Tensor], x: Tensor, scale: Tensor | N
     It is computed on all of x at once if the scale varies along that dimension, and on devices other than the CPU.
     """
     result = torch.empty_like(x)
-    sources, put = _slices([x, result], [] if scale is None else [scale])
+    sources, targets = _slices([x, result], [] if scale is None else [scale])
     if len(sources) == 1:
         return function(x)
-    for some, target in zip(sources, put, strict=True):
-        target.copy_(function(some))
+    for part, target in zip(sources, targets, strict=True):
+        target.copy_(function(part))
     return result
 
 

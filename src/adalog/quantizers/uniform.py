@@ -97,8 +97,8 @@ class UniformQuantizer(Quantizer):
         return uniform_dequantize(code.to(self.scale.dtype), self.scale, self.zero_point)
 
     def _nearest(self, x: Tensor) -> Tensor:
-        def value(some: Tensor) -> Tensor:  # codes of float64 values stay float64, whatever the scale's dtype is
-            return uniform_dequantize(self.quantize(some), self.scale, self.zero_point).to(x.dtype)
+        def value(part: Tensor) -> Tensor:  # codes of float64 values stay float64, whatever the scale's dtype is
+            return uniform_dequantize(self.quantize(part), self.scale, self.zero_point).to(x.dtype)
 
         codes = nearest_uniform(x, self.scale, self.zero_point, self.bits)
         return by_slices(value, x, self.scale) if codes is None else codes

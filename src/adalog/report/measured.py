@@ -82,8 +82,8 @@ def read_sensitivity(path: Path, quantized: QuantizedProgram) -> Losses:
     for product in cost(quantized.program, quantized.example).products:
         counts[product.name] += product.count
     measured_sites = [site for unit in measurement.units for site in unit.sites]
-    here = [site for site in measured_sites if site.site in counts]
-    unlike = [site for site in here or measured_sites if counts[site.site] != site.macs]
+    common = [site for site in measured_sites if site.site in counts]
+    unlike = [site for site in common or measured_sites if counts[site.site] != site.macs]
     if unlike:
         raise DataError(
             f"{path} belongs to another model, whose sites differ: {unlike[0].site} has {unlike[0].macs} MACs there, "

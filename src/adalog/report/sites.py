@@ -179,16 +179,18 @@ def examine(
     """
     histograms = {} if images is None else _observe(quantized, images, progress)
     try:
-        spent = cost(quantized.program, quantized.example)
-        sites = _facts(quantized, spent, histograms)
+        model_cost = cost(quantized.program, quantized.example)
+        sites = _facts(quantized, model_cost, histograms)
     except (AttributeError, IndexError, KeyError, TypeError) as cause:  # even a program that runs may be malformed
         raise ArtifactError(
             f"{name} holds a program that a report cannot show ({one_line(cause)}); make it with `adalog quantize`"
         ) from cause
-    return ReportData(name, content, quantized, spent, sites, 0 if images is None else len(images))
+    return ReportData(name, content, quantized, model_cost, sites, 0 if images is None else len(images))
 
 
-def _facts(quantized: QuantizedProgram, spent: Cost, histograms: Mapping[str, ValueHistogram]) -> tuple[SiteFacts, ...]:
+def _facts(
+    quantized: QuantizedProgram, model_cost: Cost, histograms: Mapping[str, ValueHistogram]
+) -> tuple[SiteFacts, ...]:
     """Return the rows of the ledger with facts from the program.
 
     histograms: values by the name of the quantizer.
@@ -197,7 +199,7 @@ def _facts(quantized: QuantizedProgram, spent: Cost, histograms: Mapping[str, Va
     plain, _ = program.unquantize()
     blocks = {name: number for number, block in enumerate(find_blocks(plain)) for name in block.nodes}
     costs: dict[str, list[CostRow]] = {}
-    for row in spent.products:
+    for row in model_cost.products:
         costs.setdefault(row.name, []).append(row)
     quantizers = quantizers_of(program)
     nodes = {node.name: node for node in program.nodes}

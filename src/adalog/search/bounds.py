@@ -136,8 +136,8 @@ class Search(AnySearch):
         folds: dict[int, Fold] = {}
         for kind in dict.fromkeys(ranges):
             members = [index for index, chosen in enumerate(ranges) if chosen == kind]
-            some = stack if len(members) == len(stack) else stack[members]
-            scales, zero_points = search_channels(some, bits, replace(self, fold_ranges=kind))
+            members_stack = stack if len(members) == len(stack) else stack[members]
+            scales, zero_points = search_channels(members_stack, bits, replace(self, fold_ranges=kind))
             folds |= dict(zip(members, map(Fold.sharing, scales, zero_points), strict=True))
         return [(folds[index], None) for index in range(len(stack))]
 
@@ -190,20 +190,20 @@ class Search(AnySearch):
         if not right.is_float:
             second, error = _search_operand(right, left.values, left_hat, self, second)
             right_hat = right.fake_quantize_at(second)
-        going = torch.ones_like(error, dtype=torch.bool)
+        active = torch.ones_like(error, dtype=torch.bool)
         for index in range(self.rounds):
-            before, changed = error, torch.zeros_like(going)
+            before, changed = error, torch.zeros_like(active)
             if first is not None:
                 best, least = _search_operand(left, right.values, right_hat, self, first, nearby=many and index > 0)
-                changed = going & (best != first).movedim(0, -1).reshape(*going.shape, -1).any(-1)
-                first, error = _where(going, best, first), torch.where(going, least, error)
+                changed = active & (best != first).movedim(0, -1).reshape(*active.shape, -1).any(-1)
+                first, error = _where(active, best, first), torch.where(active, least, error)
                 left_hat = left.fake_quantize_at(first)
             if second is not None and bool(changed.any()):
                 best, least = _search_operand(right, left.values, left_hat, self, second, nearby=many)
                 second, error = _where(changed, best, second), torch.where(changed, least, error)
                 right_hat = right.fake_quantize_at(second)
-            going = going & ~(error > before * (1 - _LEAST_GAIN))
-            if index + 1 < self.rounds and not bool(going.any()):
+            active = active & ~(error > before * (1 - _LEAST_GAIN))
+            if index + 1 < self.rounds and not bool(active.any()):
                 break
         return first, second
 
@@ -338,10 +338,10 @@ def _search_operand(
     for piece, fairer, rougher in zip(error.by_rows(), fair.by_rows(), rough.by_rows(), strict=True):
         rows = slice(start, start := start + piece.left.shape[-2])
         known = incumbent if incumbent is None or piece is error else incumbent[..., rows]
-        some, form = replace(operand, values=piece.left), operand.format
+        part, form = replace(operand, values=piece.left), operand.format
         cheaper = None if rough is fair else rougher.loss_once(form.errors, form.snap)
-        best = minimise(fairer.loss_once(form.errors, form.snap), some, search, known, cheaper, nearby=nearby)
-        best, least = _better(piece, some, best, known)
+        best = minimise(fairer.loss_once(form.errors, form.snap), part, search, known, cheaper, nearby=nearby)
+        best, least = _better(piece, part, best, known)
         points.append(best)
         totals.append(least)
     return points[0] if len(points) == 1 else torch.cat(points, dim=-1), sum(totals[1:], start=totals[0])

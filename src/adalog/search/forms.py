@@ -231,8 +231,8 @@ class Sample:
 
 def gains_from_bfloat16(factor: Tensor) -> bool:
     """Return True if a product with this right factor (..., I, O) takes less time in bfloat16."""
-    able = factor.dtype == torch.float32 and multiplies_bfloat16(factor.device)
-    return able and factor.shape[-1] >= _NARROW
+    fits = factor.dtype == torch.float32 and multiplies_bfloat16(factor.device)
+    return fits and factor.shape[-1] >= _NARROW
 
 
 def gram_matrix(rows: Tensor) -> Tensor:

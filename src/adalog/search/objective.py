@@ -152,12 +152,12 @@ class ProductError:
 
     def loss(self, candidates: Candidates, points: Tensor) -> Tensor:
         """Return the squared output error (K, *groups) of the points (K, P, *groups)."""
-        return self.loss_of(lambda some, dtype: candidates(some).sub_(self.left).to(dtype), points)
+        return self.loss_of(lambda part, dtype: candidates(part).sub_(self.left).to(dtype), points)
 
     def loss_of(self, errors: Errors, points: Tensor) -> Tensor:
         """Return the same as `loss`, for candidates given by their errors."""
         chunk = max(1, chunk_elements(self.left.device) // self.left.numel())
-        return torch.cat([self._score(errors(some, self.form.factor.dtype)) for some in points.split(chunk)])
+        return torch.cat([self._score(errors(part, self.form.factor.dtype)) for part in points.split(chunk)])
 
     def loss_by(self, errors: Callable[[Tensor], Errors]) -> Callable[[Tensor], Tensor]:
         """Return a function with the same result as `loss` that works slice by slice (`splits`).
@@ -182,7 +182,7 @@ class ProductError:
         """
         whole = self.loss_by(errors)
         by_rows = self._has_own_rows and not self.stacked
-        together = max(_ROWS_TOGETHER, -(-len(self.left) // _PARTS))
+        limit = max(_ROWS_TOGETHER, -(-len(self.left) // _PARTS))
 
         def loss(points: Tensor) -> Tensor:
             if waits_for_launches(points.device):
@@ -191,7 +191,7 @@ class ProductError:
             if not by_rows or int(distinct.counts.min()) == len(distinct.points):
                 return distinct.to_all(whole(distinct.points))
             losses = points.new_zeros(len(distinct.points), len(self.left))
-            for rows in distinct.counts.argsort(stable=True).split(together):
+            for rows in distinct.counts.argsort(stable=True).split(limit):
                 count = int(distinct.counts[rows[-1]])
                 losses[:count, rows] = self.of_rows(rows).loss_by(errors)(distinct.points[:count, :, rows])
             return distinct.to_all(losses)
@@ -243,7 +243,7 @@ class OwnError:
         chunk = max(1, 4 * chunk_elements(levels.device) // (groups * size))
         if count > chunk:
             chunks = zip(levels.split(chunk), thresholds.split(chunk), strict=True)
-            return torch.cat([self.loss(*some) for some in chunks])
+            return torch.cat([self.loss(*chunk) for chunk in chunks])
         cuts = thresholds.permute(1, 0, 2).reshape(groups, -1).contiguous()
         inner = torch.searchsorted(self.sorted, cuts).view(groups, count, size - 1)
         ends = torch.cat(

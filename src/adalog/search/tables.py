@@ -55,8 +55,8 @@ def with_tables(products: Sequence[Product], assignments: Sequence[Assignment], 
     sample = whole.sample(1)
 
     @cache
-    def error(some: tuple[LogQuantizer, ...]) -> list[float]:
-        return _losses(whole, [some])[0]
+    def error(quantizers: tuple[LogQuantizer, ...]) -> list[float]:
+        return _losses(whole, [quantizers])[0]
 
     def rough(candidates: Sequence[tuple[LogQuantizer, ...]]) -> list[list[float]]:
         return _losses(sample, candidates)
@@ -100,10 +100,10 @@ def _losses(error: ProductError, candidates: Sequence[tuple[LogQuantizer, ...]])
 
     def errors(values: Tensor) -> Errors:
         def add(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-            some = [candidates[number] for number in numbers.tolist()]
+            quantizers = [candidates[number] for number in numbers.tolist()]
             if not (error.stacked or waits_for_launches(values.device)):
-                return torch.stack([first.fake_quantize(values).sub_(values).to(dtype) for (first,) in some])
-            return _nearest(values, some).sub_(values).to(dtype)
+                return torch.stack([first.fake_quantize(values).sub_(values).to(dtype) for (first,) in quantizers])
+            return _nearest(values, quantizers).sub_(values).to(dtype)
 
         return add
 
@@ -119,9 +119,9 @@ def _nearest(values: Tensor, candidates: Sequence[tuple[LogQuantizer, ...]]) -> 
     values: of one product, or of a stack of them.
     """
     count, stack = len(candidates), len(candidates[0])
-    steps = [quantizer.steps() for some in candidates for quantizer in some]
+    steps = [quantizer.steps() for group in candidates for quantizer in group]
     levels, cuts = (torch.stack(table).to(values.device) for table in zip(*steps, strict=True))
-    scales = torch.stack([quantizer.scale.reshape(1) for some in candidates for quantizer in some]).double()
+    scales = torch.stack([quantizer.scale.reshape(1) for group in candidates for quantizer in group]).double()
     offset = candidates[0][0].offset
     levels, cuts = ((table * scales - offset).to(values.dtype) for table in (levels, cuts))
     rows = values.reshape(1, stack, -1).expand(count, -1, -1).reshape(count * stack, -1)
@@ -153,10 +153,10 @@ def _with_tables(
     def best_of(candidates: Sequence[Sequence[LogQuantizer]]) -> list[LogQuantizer]:
         """Return the best candidate of each product; the first one wins ties."""
         count = max(map(len, candidates))
-        padded = [[*some, *[some[0]] * (count - len(some))] for some in candidates]
+        padded = [[*group, *[group[0]] * (count - len(group))] for group in candidates]
         losses = rough(list(zip(*padded, strict=True)))
-        places = [min(range(len(some)), key=lambda row: losses[row][stack]) for stack, some in enumerate(candidates)]
-        return [some[place] for some, place in zip(candidates, places, strict=True)]
+        places = [min(range(len(group)), key=lambda row: losses[row][stack]) for stack, group in enumerate(candidates)]
+        return [group[place] for group, place in zip(candidates, places, strict=True)]
 
     start = best = best_of(
         [
@@ -180,8 +180,8 @@ def _with_tables(
     if all(after is before for after, before in zip(best, start, strict=True)):
         return start
     errors = zip(error(tuple(best)), error(tuple(start)), strict=True)
-    better = [after < before for after, before in errors]
-    return [after if is_better else before for after, before, is_better in zip(best, start, better, strict=True)]
+    improved = [after < before for after, before in errors]
+    return [after if is_better else before for after, before, is_better in zip(best, start, improved, strict=True)]
 
 
 def _bases_near(q: int, form: LogFormat) -> list[int]:

@@ -79,9 +79,9 @@ def executors_here() -> tuple[list[str], dict[str, str]]:
 
     The first one is "fake", the quantized model itself. "reference" is left out, since it only serves for checks.
     """
-    here = doctor.executors()
-    missing = {} if "native" in here else {"native": library.why()}
-    return [FAKE, *(name for name in here if name != "reference")], missing
+    available = doctor.executors()
+    missing = {} if "native" in available else {"native": library.why()}
+    return [FAKE, *(name for name in available if name != "reference")], missing
 
 
 @torch.no_grad()

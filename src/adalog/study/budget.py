@@ -160,8 +160,8 @@ def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, i
     """Return the model with the least predicted loss within a budget, if its stages will add `extra` to the cost."""
     plain, overhead, best = replace(maker.config, stages=()), None, None
     for _ in range(_TRIES):
-        spent = overhead or Totals(_bytes_beside(maker.calibration), 0.0, 0.0)
-        total = Totals(spent.bytes + extra.bytes, spent.bops + extra.bops, 0.0)
+        costs_besides = overhead or Totals(_bytes_beside(maker.calibration), 0.0, 0.0)
+        total = Totals(costs_besides.bytes + extra.bytes, costs_besides.bops + extra.bops, 0.0)
         try:
             plan = choose(maker.measurement, budget, fixed, total)
         except DataError:
@@ -227,7 +227,10 @@ def _bytes_beside(calibration: Calibration) -> float:
 def _narrowest(measurement: Sensitivity, fixed: Mapping[OperandKind, int]) -> BitAllocation:
     """Return the plan with the fewest bytes and, among plans of equal size, the fewest BOPs."""
     options = [_options(measurement, unit, fixed) for unit in measurement.units]
-    picked = [min(mine, key=lambda option: (option.totals.bytes, option.totals.bops)) for mine in options]
+    picked = [
+        min(options_of_unit, key=lambda option: (option.totals.bytes, option.totals.bops))
+        for options_of_unit in options
+    ]
     return _plan(measurement, picked)
 
 
@@ -251,8 +254,8 @@ def choose(
     options = [_options(measurement, unit, fixed) for unit in measurement.units]
     table = _Table(
         [
-            np.array([[option.totals.loss, option.totals.bytes, option.totals.bops] for option in mine])
-            for mine in options
+            np.array([[option.totals.loss, option.totals.bytes, option.totals.bops] for option in options_of_unit])
+            for options_of_unit in options
         ]
     )
     most = sum(costs.max(axis=0) for costs in table.costs)
@@ -269,7 +272,7 @@ def choose(
             if limit < math.inf
         ]
         raise DataError(f"no choice of widths meets the budget; each limit alone can be as low as {', '.join(names)}")
-    return _plan(measurement, [mine[index] for mine, index in zip(options, choice, strict=True)])
+    return _plan(measurement, [options_of_unit[index] for options_of_unit, index in zip(options, choice, strict=True)])
 
 
 def _plan(measurement: Sensitivity, picked: Sequence["_Option"]) -> BitAllocation:
@@ -301,13 +304,15 @@ def _options(measurement: Sensitivity, unit: Unit, fixed: Mapping[OperandKind, i
     options = []
     for combination in itertools.product(*widths):
         bits = dict(zip(kinds, combination, strict=True))
-        mine = {kind: rows[kind, width] for kind, width in bits.items()}
+        rows_by_kind = {kind: rows[kind, width] for kind, width in bits.items()}
         size = sum(math.ceil(site.weights * bits.get("weight", FLOAT_BITS) / 8) for site in unit.sites)
         bops = 0
         for index, site in enumerate(unit.sites):
-            left, right = (mine[kind].widths[index] if kind in mine else 0 for kind in (site.left, site.right))
+            left, right = (
+                rows_by_kind[kind].widths[index] if kind in rows_by_kind else 0 for kind in (site.left, site.right)
+            )
             bops += site.macs * (left or FLOAT_BITS) * (right or FLOAT_BITS)
-        options.append(_Option(bits, Totals(size, bops, sum(row.loss for row in mine.values()))))
+        options.append(_Option(bits, Totals(size, bops, sum(row.loss for row in rows_by_kind.values()))))
     return options
 
 

@@ -217,9 +217,11 @@ def pareto_figure(points: list[Point], measure: str, name: str) -> "Figure":
             line, (("bytes", "file [MB]", 1e6), ("bops", "BOPs per image [G]", 1e9)), strict=True
         ):
             for is_chosen, kind, style, colour in kinds:
-                mine = sorted((point for point in points if point.chosen == is_chosen), key=lambda point: point.bytes)
-                across = [getattr(point, field) / scale for point in mine]
-                up = [getattr(point, what) * (100 if what == "top1" else 1) for point in mine]
+                points_of_kind = sorted(
+                    (point for point in points if point.chosen == is_chosen), key=lambda point: point.bytes
+                )
+                across = [getattr(point, field) / scale for point in points_of_kind]
+                up = [getattr(point, what) * (100 if what == "top1" else 1) for point in points_of_kind]
                 axis.plot(across, up, style, color=colour, label=kind)
             axis.set_xlabel(unit, fontsize=TEXT)
             axis.grid(alpha=0.3)

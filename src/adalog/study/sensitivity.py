@@ -144,11 +144,11 @@ class Sensitivity:
 
     def check_choices(self, config: Config) -> None:
         """Raise DataError unless the rows are valid under this config, as `check` says."""
-        mine = _choices(config)
-        key = next((name for name in (*mine, *self.choices) if self.choices.get(name) != mine.get(name)), None)
+        own = _choices(config)
+        key = next((name for name in (*own, *self.choices) if self.choices.get(name) != own.get(name)), None)
         if key is not None:
             name, own_value, config_value = (
-                json.dumps(value)[:80] for value in (key, self.choices.get(key), mine.get(key))
+                json.dumps(value)[:80] for value in (key, self.choices.get(key), own.get(key))
             )
             reason = f"in which {name} is {own_value} instead of {config_value}"
             raise DataError(f"the sensitivity was measured with another method, {reason}: {_WAY_OUT}")
@@ -266,8 +266,8 @@ def sensitivity(
         judge.losses({key: changes for key, changes in alone.items() if changes}, keep_row, resources)
     resources.report(total, total)
     required = (rows.get(_key(name, kind, width)) for name, kind in operands for width in widths)
-    about = tuple(units.values()), tuple(row for row in required if row is not None)
-    return Sensitivity(judge.measure, judge.count, *about, _digest(calibration.program), _choices(config))
+    contents = tuple(units.values()), tuple(row for row in required if row is not None)
+    return Sensitivity(judge.measure, judge.count, *contents, _digest(calibration.program), _choices(config))
 
 
 def loss_terms(measure: Measure, expected: Tensor, output: Tensor) -> tuple[float, float]:
@@ -339,15 +339,15 @@ def _alone(
     assigned = []
     for group in groups:
         assignment, (left, right) = assignments[group.name], _kinds(group)
-        mine = replace(
+        alone = replace(
             assignment,
             left=assignment.left if left == kind else None,
             right=assignment.right if right == kind else None,
             bias=None,
         )
         if right == "weight" and isinstance(choices.search, Search) and choices.search.refit:
-            mine = _rescale(calibration.product(group, assignment, choices), mine)
-        assigned.append((group, mine))
+            alone = _rescale(calibration.product(group, assignment, choices), alone)
+        assigned.append((group, alone))
     return assigned if any(assignment.left or assignment.right for _, assignment in assigned) else []
 
 

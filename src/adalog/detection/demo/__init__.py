@@ -31,8 +31,8 @@ def load_detector() -> Detector:
     with torch.random.fork_rng(devices=[]):
         parts = make_parts(ARCHITECTURE)
     for name, part in parts.items():
-        mine = {key.partition("/")[2]: value for key, value in stored.items() if key.partition("/")[0] == name}
-        floats = {key: value.float() if value.is_floating_point() else value for key, value in mine.items()}
+        own = {key.partition("/")[2]: value for key, value in stored.items() if key.partition("/")[0] == name}
+        floats = {key: value.float() if value.is_floating_point() else value for key, value in own.items()}
         part.load_state_dict(floats)
         part.eval()
     return Detector(parts, SETTINGS)
@@ -50,14 +50,14 @@ def draw(count: int, seed: int) -> list[int]:
 
 def batches(numbers: Iterable[int], size: int = 10) -> Iterator[tuple[list[Scene], Batch]]:
     """Yield scenes with these numbers, `size` at a time, with the same images as a batch."""
-    waiting: list[Scene] = []
+    pending: list[Scene] = []
     for number in numbers:
-        waiting.append(scene(number))
-        if len(waiting) == size:
-            yield waiting, prepare(waiting)
-            waiting = []
-    if waiting:
-        yield waiting, prepare(waiting)
+        pending.append(scene(number))
+        if len(pending) == size:
+            yield pending, prepare(pending)
+            pending = []
+    if pending:
+        yield pending, prepare(pending)
 
 
 def truth(scenes: Iterable[tuple[int, Scene]]) -> dict[str, Any]:
@@ -83,10 +83,10 @@ def detect(
 
     def detections() -> Iterator[Detections]:
         for start in range(0, len(scenes), 10):
-            some = list(scenes[start : start + 10])
-            yield from runs(prepare(some))
+            chunk = list(scenes[start : start + 10])
+            yield from runs(prepare(chunk))
             if progress is not None:
-                progress(len(some))
+                progress(len(chunk))
 
     return results_of(detections(), numbers, range(1, len(NAMES) + 1))
 

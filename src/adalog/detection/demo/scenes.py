@@ -47,8 +47,8 @@ def scene(number: int, size: tuple[int, int] = SIZE) -> Scene:
         mask = _shape(draw, label, x, y)
         paint = _paint(draw, x, y)
         visible = [before & ~mask for before in masks]
-        hidden = any(now.sum() < LEAST_SEEN * before.sum() for now, before in zip(visible, masks, strict=True))
-        if mask.sum() < _LEAST_PIXELS or hidden or any(now.sum() < _LEAST_PIXELS for now in visible):
+        hidden = any(after.sum() < LEAST_SEEN * before.sum() for after, before in zip(visible, masks, strict=True))
+        if mask.sum() < _LEAST_PIXELS or hidden or any(after.sum() < _LEAST_PIXELS for after in visible):
             continue
         image = np.where(mask[..., None], paint, image)
         masks, labels = [*visible, mask], [*labels, label]

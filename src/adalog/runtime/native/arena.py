@@ -42,8 +42,8 @@ def copy(static: Any, value: Any) -> None:
     if isinstance(static, Tensor):
         static.copy_(value)
     elif isinstance(static, (tuple, list)):
-        for put, source in zip(static, value, strict=True):
-            copy(put, source)
+        for target, source in zip(static, value, strict=True):
+            copy(target, source)
 
 
 @dataclass(frozen=True)

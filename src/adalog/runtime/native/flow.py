@@ -55,15 +55,15 @@ class Flow:
 
     def is_constant(self, name: str) -> bool:
         """Return True if a value is the same for all inputs of this shape."""
-        waiting, visited = [name], set[str]()
-        while waiting:
-            current = waiting.pop()
+        pending_names, visited = [name], set[str]()
+        while pending_names:
+            current = pending_names.pop()
             if current in visited or current in self._constants or isinstance(self.shapes.get(current), int):
                 continue
             if current not in self.nodes or self.nodes[current].op in (ENCODE, PRODUCT):
                 return False
             visited.add(current)
-            waiting += self.nodes[current].refs()
+            pending_names += self.nodes[current].refs()
         return True
 
     def constant(self, name: str) -> Any:
@@ -79,16 +79,16 @@ class Flow:
         Return None if an output of the program reads the value.
         """
         paths: list[tuple[Node, list[Node]]] = []
-        waiting: list[tuple[str, list[Node]]] = [(name, [])]
-        while waiting:
-            value, path = waiting.pop()
+        pending_paths: list[tuple[str, list[Node]]] = [(name, [])]
+        while pending_paths:
+            value, path = pending_paths.pop()
             if value in self.outputs:
                 return None
             for reader in self.readers(value):
                 if reader.op == SIZE:
                     continue
                 if (reader.op in MOVES and list(reader.refs())[:1] == [value]) or self._multiplies(reader, value):
-                    waiting.append((reader.name, [*path, reader]))
+                    pending_paths.append((reader.name, [*path, reader]))
                 else:
                     paths.append((reader, path))
         return paths

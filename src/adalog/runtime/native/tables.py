@@ -199,8 +199,8 @@ def _around(thresholds: Tensor) -> tuple[Tensor, Tensor, Places]:
         best = int(alone.sum(1).argmax())
         candidates.append((int(alone[best].sum()), numbers[best], float(centers[best]), shift, int(leasts[best])))
     _, numbers, center, shift, least = max(candidates, key=lambda candidate: candidate[0])
-    every = torch.arange(2 * half)
-    first, last = torch.searchsorted(numbers, every), torch.searchsorted(numbers, every, right=True)
+    positions = torch.arange(2 * half)
+    first, last = torch.searchsorted(numbers, positions), torch.searchsorted(numbers, positions, right=True)
     return first, last, Places(center=center, shift=shift, least=least)
 
 
