@@ -64,13 +64,7 @@ def command(
             lambda: adalog.load(file), executors, sorted(set(batch or [1])), threads=count, seconds=seconds, full=full
         )
     digest = hashlib.sha256(hub.locate(str(file)).read_bytes()).hexdigest()
-    result = {
-        "file": str(file),
-        "sha256": digest,
-        "threads": count,
-        "rows": rows,
-        "absent": {} if executor else missing,
-    }
+    facts = {"file": str(file), "sha256": digest, "threads": count, "rows": rows, "absent": {} if executor else missing}
     if json_out != "-":
-        say(*views.times(result))
-    emit_json(result, json_out)
+        say(*views.times(facts))
+    emit_json(facts, json_out)

@@ -42,20 +42,16 @@ def subject(spec: str, data: Path | None, config: Config, judged: int, setup: Se
     """Load a model, calibrate it on the images that `adalog quantize` would use, and add `judged` held-out images."""
     if not zoo.is_model(spec):
         raise DataError(f"unknown model {spec!r}: give {zoo.KINDS}")
-    image_sets = find_judging(spec, data, config.images_needed, judged, setup.seed)
+    sets = find_judging(spec, data, config.images_needed, judged, setup.seed)
     loaded = load_model(spec, setup.no_pretrained, setup.checkpoint)
-    calibration_images, judging = (
+    pool, judging = (
         (images.load(loaded.rgb_preprocessing, jobs=setup.jobs) if isinstance(images, ImageSet) else images).to(
             setup.device
         )
-        for images in image_sets
+        for images in sets
     )
     # `adalog quantize` samples the images of a folder again after loading them. This repeats its order.
-    sampled = (
-        sample_images(calibration_images, config.images_needed, setup.seed)
-        if isinstance(image_sets[0], ImageSet)
-        else calibration_images
-    )
+    sampled = sample_images(pool, config.images_needed, setup.seed) if isinstance(sets[0], ImageSet) else pool
     assert isinstance(sampled, Tensor)
     calibration = Calibration(
         loaded.module.to(setup.device),

@@ -51,14 +51,9 @@ def command(
     draw(picture, detections, names, score).save(content, FORMATS[out.suffix.lower()])
     files.write_whole(out, content.getvalue())
     rows = [
-        {
-            "name": names[entry["category_id"]],
-            "score": entry["score"],
-            "box": entry["bbox"],
-            "mask": entry["segmentation"],
-        }
-        for entry in results
-        if entry["score"] >= score
+        {"name": names[row["category_id"]], "score": row["score"], "box": row["bbox"], "mask": row["segmentation"]}
+        for row in results
+        if row["score"] >= score
     ]
     emit_json({"file": str(file), "image": str(image), "drawn": str(out), "objects": rows}, json_out)
     if json_out != "-":

@@ -237,9 +237,7 @@ def evaluate(
         @torch.no_grad()  # needed in each thread
         def results_of(numbers: range) -> list[dict[str, Any]]:
             detections = (
-                batch_of_detections
-                for index in numbers
-                for batch_of_detections in detector(resizing.batch([annotated.image(index)]))
+                objects for index in numbers for objects in detector(resizing.batch([annotated.image(index)]))
             )
             return coco.results_of(detections, annotated.ids[numbers.start : numbers.stop], categories)
 

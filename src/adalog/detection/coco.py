@@ -19,7 +19,7 @@ from adalog.detection.detector import Detections
 from adalog.detection.images import read
 from adalog.errors import DataError
 from adalog.extras import extra_module
-from adalog.inputs.refusals import join_names, refusal
+from adalog.inputs.refusals import refusal, shorten
 from adalog.stored import is_whole
 
 # The classes of COCO 2017, in the order of the public detectors.
@@ -92,7 +92,7 @@ def read_annotations(file: Path, folder: Path) -> AnnotatedImages:
     missing = [name for name in images.values() if Path(name).is_absolute() or not (folder / name).is_file()]
     if missing:
         raise DataError(
-            f"{file} lists images that {folder} does not have: {join_names(missing)}; add them, or remove their entries"
+            f"{file} lists images that {folder} does not have: {shorten(missing)}; add them, or remove their entries"
         )
     if not images:
         raise DataError(f"{file} lists no images: give a file with images")
@@ -207,9 +207,7 @@ def categories_of(names: Sequence[str], annotated: AnnotatedImages) -> list[int]
     """
     unknown = [name for name in annotated.categories if name not in names]
     if unknown:
-        raise DataError(
-            f"the detector does not know {join_names(unknown)}: give annotations of its {len(names)} classes"
-        )
+        raise DataError(f"the detector does not know {shorten(unknown)}: give annotations of its {len(names)} classes")
     return [annotated.categories.get(name, -1) for name in names]
 
 

@@ -48,21 +48,17 @@ class Settings:
     @staticmethod
     def from_json(fields: Any) -> "Settings":
         """Return the settings that `to_json` described. Raises ValueError for other fields or values."""
-        known_fields = {field.name: field for field in dataclasses.fields(Settings)}
-        if not isinstance(fields, dict) or fields.keys() != known_fields.keys():
-            raise ValueError(f"the settings of a detector must be {', '.join(known_fields)}")
+        known = {field.name: field for field in dataclasses.fields(Settings)}
+        if not isinstance(fields, dict) or fields.keys() != known.keys():
+            raise ValueError(f"the settings of a detector must be {', '.join(known)}")
         values = dict(fields)
         names, resizing = values.pop("names"), values.pop("resizing")
         if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):
             raise ValueError("the names of a detector's classes are not a list of texts")
         for name, value in values.items():
-            is_count = isinstance(known_fields[name].default, int)
-            good = type(value) is int if is_count else type(value) in (int, float) and math.isfinite(value)
-            if (
-                not good
-                or not 0 <= value <= (100_000 if is_count else 1000)
-                or (name == "stages" and value not in (1, 3))
-            ):
+            whole = isinstance(known[name].default, int)
+            good = type(value) is int if whole else type(value) in (int, float) and math.isfinite(value)
+            if not good or not 0 <= value <= (100_000 if whole else 1000) or (name == "stages" and value not in (1, 3)):
                 raise ValueError(f"{name} = {value!r} is not a valid setting of a detector")
         return Settings(tuple(names), **values, resizing=Resizing.from_json(resizing))
 

@@ -156,7 +156,7 @@ def record(detector: Detector, batches: Sequence[Batch]) -> tuple[dict[str, tupl
     watched = Detector({name: watch(name, part) for name, part in detector.parts.items()}, detector.settings)
     for _ in watched.over(batches):
         pass
-    if any(not values_of_calls for values_of_calls in calls.values()):  # nothing was found in any image
+    if any(not tensors for tensors in calls.values()):  # nothing was found in any image
         for values_of_calls in calls.values():
             values_of_calls.clear()
         for _ in Detector(watched.parts, replace(detector.settings, score=0.0)).over(batches):

@@ -240,10 +240,7 @@ def _compare(
             feeds = inputs_of(few, names)
             inner = {**feeds, **_run(inside, feeds, certificate.engine)}
             own.append(
-                pair(
-                    [value[: len(few[0])] for value in expected],
-                    present_leaves(quantized.program.run(move_inputs(few))),
-                )
+                pair([value[: len(few[0])] for value in expected], present_leaves(quantized.program.run(move(few))))
             )
             codes = compiled.codes(*few)
             certificate.sites = merge_sites(
@@ -257,7 +254,7 @@ def _compare(
     judge(certificate, answers)
 
 
-def move_inputs(inputs: Sequence[Tensor]) -> list[Tensor]:
+def move(inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the inputs with each float moved by about a millionth of its value, in the same way in each call."""
     generator = torch.Generator().manual_seed(0)
     return [

@@ -16,7 +16,7 @@ from adalog.export.certificate import (
     SiteReport,
     judge,
     merge_sites,
-    move_inputs,
+    move,
     pair,
     relative_errors,
 )
@@ -100,10 +100,7 @@ def _compare(
             results = _join([inside([value[i : i + 1] for value in few]) for i in range(len(few[0]))])
             inner = dict(zip(names, results[len(results) - len(names) :], strict=True))
             own.append(
-                pair(
-                    [value[: len(few[0])] for value in expected],
-                    present_leaves(quantized.program.run(move_inputs(few))),
-                )
+                pair([value[: len(few[0])] for value in expected], present_leaves(quantized.program.run(move(few))))
             )
             codes = compiled.codes(*few)
             reports = [_site(quantized, site, inner, codes) for site in replay.sites]

@@ -165,15 +165,11 @@ class OnnxProduct(nn.Module):
                 continue
             total: Tensor | None = None
             for number, (x_digit, y_digit) in enumerate(pairs):
-                product = self._multiply(x_digit, y_digit, "").to(torch.int64 if self.site.bits > 32 else torch.int32)
+                term = self._multiply(x_digit, y_digit, "").to(torch.int64 if self.site.bits > 32 else torch.int32)
                 factor = x_digit.factor * y_digit.factor
-                product = (
-                    product
-                    if factor == 1
-                    else operator("Mul", [product, product.new_tensor(factor)], at=self.site.name)
-                )
+                term = term if factor == 1 else operator("Mul", [term, term.new_tensor(factor)], at=self.site.name)
                 last = name if number == len(pairs) - 1 else ""
-                total = product if total is None else operator("Add", [total, product], at=self.site.name, result=last)
+                total = term if total is None else operator("Add", [total, term], at=self.site.name, result=last)
             assert total is not None
             sums.append(total)
         return sums
@@ -222,14 +218,12 @@ class OnnxProduct(nn.Module):
                 right = self._float(y, site.right.units()[j] if inside else None)
                 last = f"{site.name}.accumulators.{index}"
                 result = last if len(digits) == 1 else ""
-                product = operator(
-                    "MatMul", [left, right], at=site.name, result=result, shape=matmul_shape(left, right)
-                )
+                term = operator("MatMul", [left, right], at=site.name, result=result, shape=matmul_shape(left, right))
                 if total is None:
-                    total = product
+                    total = term
                 else:
                     result = last if number == len(digits) - 1 else ""
-                    total = operator("Add", [total, product], at=site.name, result=result)
+                    total = operator("Add", [total, term], at=site.name, result=result)
             assert total is not None
             results.append(total)
         return results

@@ -17,7 +17,7 @@ from torch import nn
 from adalog.errors import DataError
 from adalog.extras import extra_module
 from adalog.inputs.images import Preprocessing
-from adalog.inputs.refusals import SHOWN, join_names, refusal
+from adalog.inputs.refusals import SHOWN, refusal, shorten
 from adalog.inputs.transforms import check_channels, of_processor, of_timm, of_torchvision, pair
 
 OTHER_WEIGHTS = "give --checkpoint FILE, or --no-pretrained for random weights"
@@ -121,7 +121,7 @@ def from_hf(name: str, pretrained: bool, classes: int | None = None) -> tuple[nn
             module = maker.from_config(config, trust_remote_code=False)
     if absent:
         raise DataError(
-            f"the weights of hf:{name} lack {join_names(absent)} of {type(module).__name__}: load only the part that "
+            f"the weights of hf:{name} lack {shorten(absent)} of {type(module).__name__}: load only the part that "
             "has weights, in your own path.py:function"
         )
     with refusal(f"the preprocessing of hf:{name} cannot be read", "correct or remove its preprocessor_config.json"):

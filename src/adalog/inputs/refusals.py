@@ -20,7 +20,7 @@ def refusal(what: str, way_out: str) -> Iterator[None]:
         raise DataError(f"{what}: {reason}; {way_out}") from cause
 
 
-def join_names(names: Sequence[str]) -> str:
+def shorten(names: Sequence[str]) -> str:
     """Join the first few names, followed by the number of the others."""
     rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + rest

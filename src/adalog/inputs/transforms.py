@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adalog.errors import DataError, one_line
 from adalog.inputs.images import Channels, Fit, Interpolation, Position, Preprocessing, side_before_crop
-from adalog.inputs.refusals import join_names
+from adalog.inputs.refusals import shorten
 
 _WAY_OUT = "return (module, Preprocessing) from your own path.py:function"
 # Sizes (W, H) of the compared images: landscape and portrait, with odd sides. A last image is larger than the result.
@@ -235,7 +235,7 @@ def _unusual(processor: Any) -> str:
     names = sorted(key for key in fields.keys() - _READ - _APART - unset if not key.startswith("_"))
     sizes = {key: _sizes(processor, key) for key in ("size", "crop_size")}
     return (
-        join_names(names)
+        shorten(names)
         if names
         else " and ".join(f"{key} = {value}" for key, value in sizes.items() if value) or "fields"
     )

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from adalog.errors import DataError
-from adalog.inputs.refusals import join_names, refusal
+from adalog.inputs.refusals import refusal, shorten
 
 # Keys under which training scripts store the weights. If several state dicts fit, those under the first key are used.
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
@@ -87,7 +87,7 @@ def _only_one(parts: Sequence[_Part], what: str) -> _Part:
     likely = [part for part in likely if not part.prefix] or likely
     if len(likely) > 1:
         names = [f"{part.key}{part.prefix}".rstrip(".") for part in likely]
-        raise DataError(f"{what} under {join_names(names)}: save only those that you want to use")
+        raise DataError(f"{what} under {shorten(names)}: save only those that you want to use")
     return likely[0]
 
 
@@ -151,7 +151,7 @@ def misfit(own: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
             if own_value.is_floating_point() and _is_whole(value)
         ],
     }
-    return "; ".join(f"{word} {join_names(names)}" for word, names in reasons.items() if names)
+    return "; ".join(f"{word} {shorten(names)}" for word, names in reasons.items() if names)
 
 
 def _is_whole(value: Tensor) -> bool:

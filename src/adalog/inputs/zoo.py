@@ -26,7 +26,7 @@ from adalog.inputs import demo
 from adalog.inputs.demo.model import DemoViT
 from adalog.inputs.images import Preprocessing
 from adalog.inputs.published import from_hf, from_timm, from_torchvision
-from adalog.inputs.refusals import join_names, refusal
+from adalog.inputs.refusals import refusal, shorten
 from adalog.inputs.weights import load_weights
 
 KINDS = "timm:NAME, torchvision:NAME, hf:DIR, hf:ID, demo, or path.py:function"
@@ -205,7 +205,7 @@ def _call(path: Path, function: str) -> _Built:
         maker = getattr(file, function, None)
         if not callable(maker):
             own = [name for name, value in vars(file).items() if getattr(value, "__module__", "") == file.__name__]
-            raise DataError(f"{path} has no function {function!r}: it has {join_names(own) or 'none'}")
+            raise DataError(f"{path} has no function {function!r}: it has {shorten(own) or 'none'}")
         with refusal(f"{path}:{function} cannot be called", "give all its arguments default values"):
             signatures.signature(maker).bind()
         with refusal(f"{path}:{function} failed", "correct it"):

@@ -76,9 +76,7 @@ def report(
     bands = [[Band.sqnr(row["sqnr"])] for row in rows]
     if sensitivity is not None:
         total = sensitivity.total(subject.sites)
-        bands = [
-            [*bands_of_site, Band.loss(row["loss"], total)] for bands_of_site, row in zip(bands, rows, strict=True)
-        ]
+        bands = [[*row_bands, Band.loss(row["loss"], total)] for row_bands, row in zip(bands, rows, strict=True)]
     shares = [
         (title, score["top1"])
         for title, score in (("this file", evaluation), ("full precision", (evaluation or {}).get("full_precision")))
@@ -95,8 +93,7 @@ def report(
             {
                 "row": row,
                 "operands": [
-                    _operand(*operand_of_side, site, sensitivity)
-                    for operand_of_side in zip(("Left", "Right"), site.operands, strict=True)
+                    _operand(*side, site, sensitivity) for side in zip(("Left", "Right"), site.operands, strict=True)
                 ],
             }
             for row, site in zip(rows, subject.sites, strict=True)

@@ -136,9 +136,7 @@ class SiteFacts:
     @property
     def bits(self) -> str:
         """The bits of the left and the right operand, such as "4 × 4"."""
-        return " × ".join(
-            {None: "?", FLOAT_BITS: "float"}.get(operand.bits, str(operand.bits)) for operand in self.operands
-        )
+        return " × ".join({None: "?", FLOAT_BITS: "float"}.get(side.bits, str(side.bits)) for side in self.operands)
 
 
 @dataclass(frozen=True)

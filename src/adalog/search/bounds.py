@@ -23,16 +23,7 @@ from adalog.search.distinct import once
 from adalog.search.objective import OwnError, ProductError
 from adalog.search.operand import Operand
 from adalog.search.product import Product
-from adalog.search.strategies import (
-    Loss,
-    alternating,
-    brute_force,
-    first_least,
-    fpcs,
-    grid_spacing,
-    rescale,
-    walk,
-)
+from adalog.search.strategies import Loss, alternating, brute_force, first_least, fpcs, grid_spacing, rescale, walk
 
 # Stop when a round improves the loss by less than this fraction.
 _LEAST_GAIN = 1e-3

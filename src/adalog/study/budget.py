@@ -227,10 +227,7 @@ def _bytes_beside(calibration: Calibration) -> float:
 def _narrowest(measurement: Sensitivity, fixed: Mapping[OperandKind, int]) -> BitAllocation:
     """Return the plan with the fewest bytes and, among plans of equal size, the fewest BOPs."""
     options = [_options(measurement, unit, fixed) for unit in measurement.units]
-    picked = [
-        min(options_of_unit, key=lambda option: (option.totals.bytes, option.totals.bops))
-        for options_of_unit in options
-    ]
+    picked = [min(choices, key=lambda option: (option.totals.bytes, option.totals.bops)) for choices in options]
     return _plan(measurement, picked)
 
 
@@ -254,8 +251,8 @@ def choose(
     options = [_options(measurement, unit, fixed) for unit in measurement.units]
     table = _Table(
         [
-            np.array([[option.totals.loss, option.totals.bytes, option.totals.bops] for option in options_of_unit])
-            for options_of_unit in options
+            np.array([[option.totals.loss, option.totals.bytes, option.totals.bops] for option in choices])
+            for choices in options
         ]
     )
     most = sum(costs.max(axis=0) for costs in table.costs)
@@ -272,7 +269,7 @@ def choose(
             if limit < math.inf
         ]
         raise DataError(f"no choice of widths meets the budget; each limit alone can be as low as {', '.join(names)}")
-    return _plan(measurement, [options_of_unit[index] for options_of_unit, index in zip(options, choice, strict=True)])
+    return _plan(measurement, [choices[index] for choices, index in zip(options, choice, strict=True)])
 
 
 def _plan(measurement: Sensitivity, picked: Sequence["_Option"]) -> BitAllocation:
@@ -304,15 +301,13 @@ def _options(measurement: Sensitivity, unit: Unit, fixed: Mapping[OperandKind, i
     options = []
     for combination in itertools.product(*widths):
         bits = dict(zip(kinds, combination, strict=True))
-        rows_by_kind = {kind: rows[kind, width] for kind, width in bits.items()}
+        chosen = {kind: rows[kind, width] for kind, width in bits.items()}
         size = sum(math.ceil(site.weights * bits.get("weight", FLOAT_BITS) / 8) for site in unit.sites)
         bops = 0
         for index, site in enumerate(unit.sites):
-            left, right = (
-                rows_by_kind[kind].widths[index] if kind in rows_by_kind else 0 for kind in (site.left, site.right)
-            )
+            left, right = (chosen[kind].widths[index] if kind in chosen else 0 for kind in (site.left, site.right))
             bops += site.macs * (left or FLOAT_BITS) * (right or FLOAT_BITS)
-        options.append(_Option(bits, Totals(size, bops, sum(row.loss for row in rows_by_kind.values()))))
+        options.append(_Option(bits, Totals(size, bops, sum(row.loss for row in chosen.values()))))
     return options
 
 

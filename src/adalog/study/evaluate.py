@@ -136,12 +136,7 @@ class PreparedImages:
 
 
 def in_batches(
-    count: int,
-    make: Callable[[range], T],
-    resources: Resources = SERIAL,
-    *,
-    batch: int = BATCH,
-    coded: Codec[T] = JSON,
+    count: int, make: Callable[[range], T], resources: Resources = SERIAL, *, batch: int = BATCH, coded: Codec[T] = JSON
 ) -> list[T]:
     """Return the results of `make` for each batch of images, in order.
 

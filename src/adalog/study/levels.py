@@ -71,13 +71,13 @@ def histogram_panels(calibration: Calibration, configs: Mapping[str, Config]) ->
             operands = {
                 name: calibration.search(config, [site.name])[0].assignment.left for name, config in configs.items()
             }
-            operands_shown = {
+            shown = {
                 name: operand
                 for name, operand in operands.items()
                 if operand is not None and operand.scale.numel() == 1
             }
             title = f"after {title_of(site.left_source.kind)}: {site.name}"
-            panels.append(Panel(title, operands_shown, -site.left_source.minimum, calibration.operand(site.left)))
+            panels.append(Panel(title, shown, -site.left_source.minimum, calibration.operand(site.left)))
     return panels
 
 

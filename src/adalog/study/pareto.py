@@ -178,7 +178,7 @@ class _CurveEvaluator:
     labelled: tuple[PreparedImages, Tensor] | None
     resources: Resources
 
-    def point(self, quantized: QuantizedModel, is_chosen: bool, width: float, size: int, bops: int) -> Point:
+    def point(self, quantized: QuantizedModel, chosen: bool, width: float, size: int, bops: int) -> Point:
         """Evaluate a model and return its point; ranks share its images."""
         runs, _, jobs = quickest(quantized, self.resources.jobs)
 
@@ -192,7 +192,7 @@ class _CurveEvaluator:
         terms = in_batches(len(self.judged), alike, resources)
         error, power, same = (sum(column) for column in zip(*terms, strict=True))
         agreement = same / len(self.judged) if self.measure == "kl" else None
-        return Point(is_chosen, width, size, bops, loss_of(error, power), agreement, self._top1(runs, resources))
+        return Point(chosen, width, size, bops, loss_of(error, power), agreement, self._top1(runs, resources))
 
     def _top1(self, runs: Callable[[Tensor], Any], resources: Resources) -> float | None:
         if self.labelled is None:
@@ -216,12 +216,10 @@ def pareto_figure(points: list[Point], measure: str, name: str) -> "Figure":
         for axis, (field, unit, scale) in zip(
             line, (("bytes", "file [MB]", 1e6), ("bops", "BOPs per image [G]", 1e9)), strict=True
         ):
-            for is_chosen, kind, style, colour in kinds:
-                points_of_kind = sorted(
-                    (point for point in points if point.chosen == is_chosen), key=lambda point: point.bytes
-                )
-                across = [getattr(point, field) / scale for point in points_of_kind]
-                up = [getattr(point, what) * (100 if what == "top1" else 1) for point in points_of_kind]
+            for chosen, kind, style, colour in kinds:
+                row = sorted((point for point in points if point.chosen == chosen), key=lambda point: point.bytes)
+                across = [getattr(point, field) / scale for point in row]
+                up = [getattr(point, what) * (100 if what == "top1" else 1) for point in row]
                 axis.plot(across, up, style, color=colour, label=kind)
             axis.set_xlabel(unit, fontsize=TEXT)
             axis.grid(alpha=0.3)

@@ -66,13 +66,9 @@ class Plan:
         shapes: Mapping[str, Any],
     ):
         sites = {
-            name: function.site
-            for name, function in functions.items()
-            if isinstance(function, (ByteProduct, DepthwiseProduct))
+            name: step.site for name, step in functions.items() if isinstance(step, (ByteProduct, DepthwiseProduct))
         }
-        quantizers = {
-            name: function.quantizer for name, function in functions.items() if isinstance(function, ByteEncoder)
-        }
+        quantizers = {name: step.quantizer for name, step in functions.items() if isinstance(step, ByteEncoder)}
         emitter = _Emitter(recognise(program, sites, quantizers, shapes), functions, context, inputs)
         self.program, self.functions, self.shapes = program, functions, [value.shape for value in inputs]
         self.statics, self.pointers, self.results = emitter.statics, emitter.pointers, emitter.results

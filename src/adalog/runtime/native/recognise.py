@@ -246,29 +246,19 @@ class _Recogniser:
             columns = numbers.view(shape[-3], 1, shape[-1]).expand(shape)
         elif len(shape) == 2:
             columns = self._flow.columns(node.name)
-        score_product = self._scores(node)
+        logits = self._scores(node)
         finish = self._finish_of(node.name, columns)
         left, right = (arg.name for arg in node.args[:2])
-        if score_product is None:  # if a softmax reads this product, a later attention replaces this step
+        if logits is None:  # if a softmax reads this product, a later attention replaces this step
             self.pending[node.name] = MatmulStep(node.name, left, right, node.name, shape, finish)
             return
-        queries, keys = (arg.name for arg in score_product.product.args[:2])
+        queries, keys = (arg.name for arg in logits.product.args[:2])
         probabilities = lookup_of(self._quantizers[left], torch.exp2, torch.float64)
-        scores = score_product.product.name
+        scores = logits.product.name
         step = AttentionStep(
-            node.name,
-            queries,
-            keys,
-            right,
-            scores,
-            node.name,
-            score_product.factor,
-            score_product.bias,
-            probabilities,
-            shape,
-            finish,
+            node.name, queries, keys, right, scores, node.name, logits.factor, logits.bias, probabilities, shape, finish
         )
-        self._replace([scores, *score_product.between, left], step)
+        self._replace([scores, *logits.between, left], step)
 
     def _scores(self, node: Node) -> "_ScoreProduct | None":
         """Return the product of queries and keys whose softmax is the left operand of a product, or None.
