@@ -181,13 +181,11 @@ class QuantizedModel(nn.Module):
                 f"the state dict holds another model, with {len(other)} sites instead of {len(own)} or with other "
                 "names or shapes: load it into that model, or save the model as a file with save and use adalog.load"
             )
-        reference = next(
-            (value for value in self.program.tensors.values() if value.is_floating_point()), torch.zeros(())
-        )
+        like = next((value for value in self.program.tensors.values() if value.is_floating_point()), torch.zeros(()))
         # This model may have become `.double()`.
         cast = any(tensors[name].dtype != others[name].dtype for name in shared)
         self.quantized = loaded.map_tensors(
-            lambda value: value.to(reference if cast and value.is_floating_point() else reference.device)
+            lambda value: value.to(like if cast and value.is_floating_point() else like.device)
         )
 
     def compile(self, executor: str = "torch", **choices: Any) -> Compiled:  # type: ignore[override]

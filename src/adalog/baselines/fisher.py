@@ -83,19 +83,17 @@ class LowRankFisher(BlockError):
 
             gradients = output.by_image(output.gradient(chunk, value, slope)).abs()
             differences.append(value - chunk[output.name])
-            difference = output.by_image(differences[-1]).abs()
+            error = output.by_image(differences[-1]).abs()
             gradient, change = (
-                before.to(gradients) + after.sum(0) for before, after in ((gradient, gradients), (change, difference))
+                before.to(gradients) + after.sum(0) for before, after in ((gradient, gradients), (change, error))
             )
-        rows = [len(output.by_image(difference)) for difference in differences]
+        rows = [len(output.by_image(error)) for error in differences]
         self._gradients.append(gradient / sum(rows))
         self._changes.append(change / sum(rows))
         changes = torch.stack(self._changes).double()
         # Changes that differ only by rounding count as one. Their differences would weight errors by noise.
         self._inverse = torch.linalg.pinv(changes @ changes.t(), hermitian=True, rtol=_EQUAL).to(gradient.dtype)
-        parts = [
-            torch.stack(self._parts(difference)) * count for difference, count in zip(differences, rows, strict=True)
-        ]
+        parts = [torch.stack(self._parts(error)) * count for error, count in zip(differences, rows, strict=True)]
         low, diagonal = (torch.stack(parts).sum(0) / sum(rows)).clamp(min=torch.finfo(torch.float32).tiny)
         self._units = float(low), float(diagonal)
 

@@ -414,7 +414,7 @@ class Calibration:
 
     @_alone
     def _search_together(
-        self, groups: Sequence[SiteGroup], whole_config: Config, start: Assignment | None = None
+        self, groups: Sequence[SiteGroup], overall: Config, start: Assignment | None = None
     ) -> list[SearchResult]:
         """Search the products of groups that are alike (`_stacks`), or return cached results.
 
@@ -422,8 +422,8 @@ class Calibration:
         """
         start_time, seconds = time.thread_time(), [0.0] * len(groups)
         candidates: list[list[SearchResult]] = [[] for _ in groups]
-        config, order = choices_of(groups[0], whole_config), self._shared.order(whole_config)
-        folds = self._folds(groups, whole_config)
+        config, order = choices_of(groups[0], overall), self._shared.order(overall)
+        folds = self._folds(groups, overall)
         if start is not None and isinstance(config.search, Search) and _fits(start, config):
             folds = [(start.fold, folds[0][1])]  # its quantizers belong to operands with this fold
         cache = self._searched if start is None else {}  # without a start these choices may find other quantizers
@@ -445,10 +445,10 @@ class Calibration:
                 keys[index] = (groups[index].name, *formats, config.search, bits, order)
             missing = [index for index in members if keys[index] not in cache]
             if missing:
-                full_products = [
-                    self._with_needs(groups[index], products[index], folds[index][1], whole_config) for index in missing
+                ready = [
+                    self._with_needs(groups[index], products[index], folds[index][1], overall) for index in missing
                 ]
-                results = config.search.search_together([replace(product, start=start) for product in full_products])
+                results = config.search.search_together([replace(product, start=start) for product in ready])
                 cache |= {keys[index]: assignment for index, assignment in zip(missing, results, strict=True)}
             tabled: dict[int, Any] = {index: (*key, config.tables) for index, key in keys.items()}
             missing = [index for index in members if tabled[index] not in cache]
@@ -466,10 +466,10 @@ class Calibration:
         return [replace(result, seconds=duration) for result, duration in zip(best, seconds, strict=True)]
 
     def _with_needs(
-        self, group: SiteGroup, product: Product, shared: UniformQuantizer | None, whole_config: Config
+        self, group: SiteGroup, product: Product, shared: UniformQuantizer | None, overall: Config
     ) -> Product:
         """Return the product with all that its search needs. shared: the quantizer that its fold's channels share."""
-        config, ordered = choices_of(group, whole_config), self._shared.operands_in_order(whole_config)
+        config, ordered = choices_of(group, overall), self._shared.operands_in_order(overall)
         left = product.left
         if config.search.needs.squares:
             check_squares(group.name, left, product.right)

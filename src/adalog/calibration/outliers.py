@@ -43,7 +43,7 @@ def even_out_values(program: Program, sites: Sequence[Site], images: Sequence[Te
 
     Only heads with an outlier change. images: a few calibration images.
     """
-    attended_values = find_values(program, sites, images)
+    attentions = find_values(program, sites, images)
     ranges: dict[str, Tensor] = {}
 
     def measure(node: Node, args: tuple[Any, ...], result: Any) -> None:
@@ -51,11 +51,11 @@ def even_out_values(program: Program, sites: Sequence[Site], images: Sequence[Te
             rows = result.flatten(0, -2)
             ranges[node.name] = rows.amax(0) - rows.amin(0)
 
-    makers = {values.maker.name for values in attended_values}
+    makers = {values.maker.name for values in attentions}
     if makers:
         program.run(images, measure)
     steps = {}
-    for values in attended_values:
+    for values in attentions:
         step = _steps(values, program, ranges[values.maker.name])
         if step.any():
             steps[values.site.node.name] = values, step

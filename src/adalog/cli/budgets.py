@@ -45,10 +45,8 @@ def subject(spec: str, data: Path | None, config: Config, judged: int, setup: Se
     sets = find_judging(spec, data, config.images_needed, judged, setup.seed)
     loaded = load_model(spec, setup.no_pretrained, setup.checkpoint)
     pool, judging = (
-        (images.load(loaded.rgb_preprocessing, jobs=setup.jobs) if isinstance(images, ImageSet) else images).to(
-            setup.device
-        )
-        for images in sets
+        (part.load(loaded.rgb_preprocessing, jobs=setup.jobs) if isinstance(part, ImageSet) else part).to(setup.device)
+        for part in sets
     )
     # `adalog quantize` samples the images of a folder again after loading them. This repeats its order.
     sampled = sample_images(pool, config.images_needed, setup.seed) if isinstance(sets[0], ImageSet) else pool
@@ -100,24 +98,22 @@ def quantize(
 
     known: a file written by `adalog sensitivity`; None to measure the sensitivity first.
     """
-    measurement = None if known is None else sensitivity.read(known)
-    if measurement is not None and budget.loss is not None:
-        _check_kl(measurement.measure)
-    calibrated = subject(spec, data, config, judged if measurement is None else 0, setup)
-    if measurement is None and budget.loss is not None:
+    losses = None if known is None else sensitivity.read(known)
+    if losses is not None and budget.loss is not None:
+        _check_kl(losses.measure)
+    calibrated = subject(spec, data, config, judged if losses is None else 0, setup)
+    if losses is None and budget.loss is not None:
         program = calibrated.calibration.program
         _check_kl(sensitivity.measure_of(program, trace(program, calibrated.calibration.images)))
     partial.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():
-        if measurement is None:
+        if losses is None:
             own_widths = {getattr(config, f"{kind}_bits") for kind in get_args(OperandKind)} - {FLOAT_BITS}
             alone = partial.with_name(f"{partial.name}.alone")
-            measurement = measure(
-                calibrated, config, sorted({*sensitivity.WIDTHS, *own_widths}), progress, setup, alone
-            )
+            losses = measure(calibrated, config, sorted({*sensitivity.WIDTHS, *own_widths}), progress, setup, alone)
         resources = setup.resources(partial, progress, "calibrating", config.bits)
-        model = quantize_within(calibrated.calibration, config, measurement, budget, resources, notes=calibrated.notes)
-    note(describe_plan(model, measurement))
+        model = quantize_within(calibrated.calibration, config, losses, budget, resources, notes=calibrated.notes)
+    note(describe_plan(model, losses))
     widths_of = {name: dict(bits) for name, bits in model.plan.widths.items()}
     plan = {"bytes": model.bytes, "bops": model.bops, "foretold": model.plan.totals.loss, "widths": widths_of}
     return model.model.cpu(), plan
@@ -128,10 +124,10 @@ def _check_kl(measure: Measure) -> None:
         raise DataError("--max-kl needs a model that outputs logits: use --budget or --target-bops for this model")
 
 
-def describe_plan(model: BudgetedModel, measurement: Sensitivity) -> str:
+def describe_plan(model: BudgetedModel, losses: Sensitivity) -> str:
     """Describe a plan in one line of text."""
-    loss = "KL divergence" if measurement.measure == "kl" else measurement.measure
+    loss = "KL divergence" if losses.measure == "kl" else losses.measure
     return (
-        f"bits chosen on {measurement.images} images: {model.bytes:,} bytes, {model.bops:,} BOPs per image, "
+        f"bits chosen on {losses.images} images: {model.bytes:,} bytes, {model.bops:,} BOPs per image, "
         f"predicted {loss} {model.plan.totals.loss:.4g}"
     )

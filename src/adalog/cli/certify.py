@@ -51,7 +51,7 @@ def command(
         raise ValueError(
             f"--engine {engine!r} or --executor {executor!r} is unknown: `adalog certify --help` lists the names"
         )
-    content, export_content = artifact.read(file), artifact.read(exported)
+    content, package = artifact.read(file), artifact.read(exported)
     quantized = adalog.QuantizedModel(artifact.deserialise(content, str(file)))
     if data is None:
         bundled = bundled_images(file, quantized, images)
@@ -73,13 +73,11 @@ def command(
                 watch(done)
 
         digest = hashlib.sha256(content).hexdigest()
-        if export.is_executorch(export_content):
-            certificate = export.certify_executorch(
-                quantized.quantized, digest, export_content, counted(), executor=executor
-            )
+        if export.is_executorch(package):
+            certificate = export.certify_executorch(quantized.quantized, digest, package, counted(), executor=executor)
         else:
             certificate = export.certify(
-                quantized.quantized, digest, export_content, counted(), engine=engine, executor=executor
+                quantized.quantized, digest, package, counted(), engine=engine, executor=executor
             )
     page = f"{certificate.text()}\nprocessor: {processor()}"
     if out is not None:

@@ -277,11 +277,9 @@ def check_unfinished(partial: Path, resume: bool) -> None:
 
     A job that its launcher has restarted always resumes. Only rank 0 looks: a late rank would find its new file.
     """
-    leftovers = job().by_first(lambda: list(map(str, _leftovers(partial))))
-    if leftovers and not resume and not job().restarts:
-        raise DataError(
-            f"{leftovers[0]} holds results of an unfinished run: continue it with --resume, or remove the file"
-        )
+    paths = job().by_first(lambda: list(map(str, _leftovers(partial))))
+    if paths and not resume and not job().restarts:
+        raise DataError(f"{paths[0]} holds results of an unfinished run: continue it with --resume, or remove the file")
 
 
 def remove_finished(partial: Path) -> None:

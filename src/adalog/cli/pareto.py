@@ -100,12 +100,12 @@ def command(
     labelled = _labels_of(model, val, calibrated)
     out.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():
-        measurement = known or budgets.measure(calibrated, config, tried, progress, setup, partial)
+        losses = known or budgets.measure(calibrated, config, tried, progress, setup, partial)
         resources = setup.resources(partial, progress, "quantizing", "model:")
         points = curve(
             calibrated.calibration,
             config,
-            measurement,
+            losses,
             calibrated.loaded.module,
             calibrated.judged,
             resources.named("points"),
@@ -113,19 +113,13 @@ def command(
             count=count,
             notes=calibrated.notes,
         )
-        figure = pareto_figure(points, measurement.measure, model)
+        figure = pareto_figure(points, losses.measure, model)
         write_file(out, render(figure, out.suffix[1:], f"{model}: loss against bytes and BOPs"))
-    record = {
-        "model": model,
-        "method": method,
-        "measure": measurement.measure,
-        "images": measurement.images,
-        "seed": seed,
-    }
+    record = {"model": model, "method": method, "measure": losses.measure, "images": losses.images, "seed": seed}
     emit_json(record | {"points": [dataclasses.asdict(point) for point in points]}, json_out)
     remove_finished(partial)
     if json_out != "-":
-        say(table_of(points, measurement.measure), str(out))
+        say(table_of(points, losses.measure), str(out))
 
 
 def _labels_of(

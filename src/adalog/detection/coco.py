@@ -173,13 +173,8 @@ def results_of(detections: Iterable[Detections], ids: Sequence[int], categories:
     for number, detection in zip(ids, detections, strict=True):
         boxes = detection.boxes.double()
         boxes = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1)
-        rows = zip(
-            boxes.tolist(),
-            detection.scores.tolist(),
-            detection.labels.tolist(),
-            detection.masks.cpu().numpy(),
-            strict=True,
-        )
+        masks = detection.masks.cpu().numpy()
+        rows = zip(boxes.tolist(), detection.scores.tolist(), detection.labels.tolist(), masks, strict=True)
         results += [
             {
                 "image_id": number,

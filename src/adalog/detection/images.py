@@ -67,9 +67,7 @@ class Resizing:
         if not all(type(content[name]) is int for name in ("short", "long", "divisor")):
             raise ValueError("short, long and divisor of a detector's resizing are not whole numbers")
         triples = [content[name] for name in ("mean", "std")]
-        if not all(
-            isinstance(triple, (list, tuple)) and all(type(x) in (int, float) for x in triple) for triple in triples
-        ):
+        if not all(isinstance(rgb, (list, tuple)) and all(type(x) in (int, float) for x in rgb) for rgb in triples):
             raise ValueError("mean and std of a detector's resizing are not lists of numbers")
         return Resizing(
             content["short"], content["long"], tuple(content["mean"]), tuple(content["std"]), content["divisor"]
@@ -86,7 +84,7 @@ class Resizing:
         size = self.size_of(image.height, image.width)
         if size != (image.height, image.width):
             pixels = F.interpolate(pixels, size, mode="bilinear", align_corners=False).round().clamp(0, 255)
-        mean, std = (torch.tensor(triple).view(3, 1, 1) for triple in (self.mean, self.std))
+        mean, std = (torch.tensor(rgb).view(3, 1, 1) for rgb in (self.mean, self.std))
         return (pixels[0] / 255 - mean) / std
 
     def batch(self, images: Sequence[Image.Image], size: tuple[int, int] | None = None) -> Batch:

@@ -53,7 +53,7 @@ class OnnxEncoder(nn.Module):
                 f"{name} has a quantizer of the kind {quantizer.kind}, which adalog cannot export to ONNX: choose "
                 "another kind of quantizer"
             )
-        self.parts, self.typed_parts = nn.ModuleList(parts), parts
+        self.parts, self.pieces = nn.ModuleList(parts), parts
 
     def forward(self, x: Tensor) -> "OnnxOperand":
         return OnnxOperand(self, x)
@@ -80,9 +80,7 @@ class OnnxOperand:
                     replace(digit, at=name, operand=self.encoder.name)
                     for digit in part.bytes(self.value, name, limits, signed)
                 ]
-                for name, part, limits in zip(
-                    self._names(kind), self.encoder.typed_parts, self.encoder.limits, strict=True
-                )
+                for name, part, limits in zip(self._names(kind), self.encoder.pieces, self.encoder.limits, strict=True)
             ]
         return self._digits[kind]
 
@@ -91,7 +89,7 @@ class OnnxOperand:
         if "floats" not in self._digits:
             self._digits["floats"] = [
                 [Digit(name, part.whole(self.value, name, name), at=name, operand=self.encoder.name)]
-                for name, part in zip(self._names("floats"), self.encoder.typed_parts, strict=True)
+                for name, part in zip(self._names("floats"), self.encoder.pieces, strict=True)
             ]
         return self._digits["floats"]
 

@@ -154,16 +154,14 @@ def _contract(
 ) -> tuple[str, Ref]:
     """Multiply two operands of an einsum as matrices. Return the letters of the result and the result."""
     left, right = words
-    lead = [letter for letter in left if letter in right and letter in needed]
-    summed = [letter for letter in left if letter in right and letter not in needed]
-    rows, columns = ([letter for letter in word if letter not in other] for word, other in (words, words[::-1]))
+    lead = [dim for dim in left if dim in right and dim in needed]
+    summed = [dim for dim in left if dim in right and dim not in needed]
+    rows, columns = ([dim for dim in word if dim not in other] for word, other in (words, words[::-1]))
     first = _arrange(call, values[0], left, (lead, rows, summed), sizes, "_left")
     second = _arrange(call, values[1], right, (lead, summed, columns), sizes, "_right")
     result = call.emit("aten.matmul.default", first, second, part="_product")
-    letters = [*lead, *rows, *columns]
-    return "".join(letters), call.emit(
-        "aten.reshape.default", result, tuple(sizes[letter] for letter in letters), part="_split"
-    )
+    dims = [*lead, *rows, *columns]
+    return "".join(dims), call.emit("aten.reshape.default", result, tuple(sizes[dim] for dim in dims), part="_split")
 
 
 def _arrange(

@@ -535,11 +535,8 @@ def _why_unlike(model: nn.Module, inputs: tuple[Any, ...], expected: Sequence[An
 
     def unlike(outputs: Any) -> bool:
         values = zip(expected, (value for value in pytree.tree_leaves(outputs) if value is not None), strict=True)
-        pairs = [(first, second) for first, second in values if isinstance(first, Tensor)]
-        return any(
-            first.shape != second.shape or not _difference(first, second) <= _tolerance(first)
-            for first, second in pairs
-        )
+        pairs = [(a, b) for a, b in values if isinstance(a, Tensor)]
+        return any(a.shape != b.shape or not _difference(a, b) <= _tolerance(a) for a, b in pairs)
 
     recorded = export_model(model, take(inputs, [0, 1]), False).module()
     with full_float32():

@@ -57,18 +57,16 @@ def read_shards(paths: Sequence[Path], suffixes: Collection[str]) -> tuple[list[
         members, classes = _read_shard(path, suffixes)
         keys = [_key(member.member) for member in members]
         counts = Counter(keys)
-        duplicate = next((key for key in classes if counts[key] > 1), None)
-        if duplicate is not None:
-            raise DataError(
-                f"{path} has several images {duplicate}.*, but one label {duplicate}.cls: give each image its own"
-            )
+        name = next((key for key in classes if counts[key] > 1), None)
+        if name is not None:
+            raise DataError(f"{path} has several images {name}.*, but one label {name}.cls: give each image its own")
         images += members
         labels += [classes.get(key) for key in keys]
     present = [label for label in labels if label is not None]
     if present and len(present) < len(labels):
-        unlabelled = images[labels.index(None)]
+        image = images[labels.index(None)]
         raise DataError(
-            f"{unlabelled} has no label, but others have one: add {_key(unlabelled.member)}.cls, or leave the image out"
+            f"{image} has no label, but others have one: add {_key(image.member)}.cls, or leave the image out"
         )
     return images, present or None
 

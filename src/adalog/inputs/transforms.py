@@ -232,10 +232,8 @@ def _unusual(processor: Any) -> str:
     """Return the fields that only few processors have and that are set, or else the sizes."""
     fields = processor.to_dict()
     unset = {key for key, value in fields.items() if value is None or value is False or value in ("", [], {})}
-    names = sorted(key for key in fields.keys() - _READ - _APART - unset if not key.startswith("_"))
+    keys = sorted(key for key in fields.keys() - _READ - _APART - unset if not key.startswith("_"))
     sizes = {key: _sizes(processor, key) for key in ("size", "crop_size")}
     return (
-        shorten(names)
-        if names
-        else " and ".join(f"{key} = {value}" for key, value in sizes.items() if value) or "fields"
+        shorten(keys) if keys else " and ".join(f"{key} = {value}" for key, value in sizes.items() if value) or "fields"
     )

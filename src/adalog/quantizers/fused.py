@@ -81,20 +81,20 @@ def uniform_errors(
     if module is not None and sizes is not None and fit:
         values, scale, zero_point = (
             values.contiguous(),
-            *(value.reshape(len(value), -1) for value in (scale, zero_point)),
+            *(item.reshape(len(item), -1) for item in (scale, zero_point)),
         )
         result = _empty(len(scale), values, dtype)
         parameters = scale.contiguous(), zero_point.contiguous(), 2**bits - 1
         module.uniform_errors(values, *parameters, sizes, _matrix(values), result)
         return result
     if function is None or sizes is None or not fit:
-        scale, zero_point = (reshape_against(value, values.shape, own_dims) for value in (scale, zero_point))
+        scale, zero_point = (reshape_against(item, values.shape, own_dims) for item in (scale, zero_point))
         # The same values as those of `uniform_fake_quantize`, with fewer passes over the candidates.
         steps = torch.div(values, scale).round_()
         torch.maximum(steps, -zero_point, out=steps)
         torch.minimum(steps, 2**bits - 1 - zero_point, out=steps)
         return steps.mul_(scale).sub_(values).to(dtype)
-    values, scale, zero_point = (value.contiguous() for value in (values, scale, zero_point))
+    values, scale, zero_point = (item.contiguous() for item in (values, scale, zero_point))
     result = _empty(len(scale), values, dtype)
     pointers = scale.data_ptr(), zero_point.data_ptr()
     function(values.data_ptr(), *sizes, _matrix(values), *pointers, 2**bits - 1, len(scale), result.data_ptr())

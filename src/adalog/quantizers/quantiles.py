@@ -46,21 +46,20 @@ def sample_quantiles(sample: Tensor, fractions: Sequence[float], stack: int = 1)
 
     stack: as in `thin`.
     """
-    inner = iter(_of_sorted(ascending(thin(sample, stack)), [fraction for fraction in fractions if 0 < fraction < 1]))
+    inner = iter(_of_sorted(ascending(thin(sample, stack)), [share for share in fractions if 0 < share < 1]))
     return [
-        sample.amin(dim=1) if fraction <= 0 else sample.amax(dim=1) if fraction >= 1 else next(inner)
-        for fraction in fractions
+        sample.amin(dim=1) if share <= 0 else sample.amax(dim=1) if share >= 1 else next(inner) for share in fractions
     ]
 
 
-def positive_quantile(rows: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
+def positive_quantile(rows: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """Return a quantile of the positive values of each row of (G, T), and whether the row has any: (G,) each.
 
     It is interpolated linearly. Nothing waits for the device.
     """
     ordered, last = ascending(rows), rows.shape[1] - 1
     first = (ordered <= 0).sum(1)
-    rank = fraction * (last - first).clamp(min=0).double()
+    rank = share * (last - first).clamp(min=0).double()
     below = rank.to(torch.int64)
     places = torch.stack([first + below, first + below + 1], dim=1).clamp(max=last)
     ends = ordered.gather(1, places)
@@ -75,7 +74,7 @@ def quantiles(rows: Tensor, fractions: Sequence[float]) -> list[Tensor]:
     """
     if set(fractions) <= {0.0, 1.0}:
         ends = {0.0: rows.amin(dim=1), 1.0: rows.amax(dim=1)}
-        return [ends[fraction] for fraction in fractions]
+        return [ends[share] for share in fractions]
     if rows.shape[1] > QUANTILE_LIMIT:
         return _of_sorted(ascending(rows), fractions)
     chunk = max(1, QUANTILE_LIMIT // rows.shape[1])
@@ -86,8 +85,8 @@ def quantiles(rows: Tensor, fractions: Sequence[float]) -> list[Tensor]:
 def _of_sorted(ordered: Tensor, fractions: Sequence[float]) -> list[Tensor]:
     """Return the quantiles of rows that are already sorted; ranks are computed in float64."""
     last, values = ordered.shape[1] - 1, []
-    for fraction in fractions:
-        rank = fraction * last
+    for share in fractions:
+        rank = share * last
         below, above = (ordered[:, place] for place in (int(rank), min(int(rank) + 1, last)))
         values.append(torch.lerp(below, above, rank - int(rank)))
     return values

@@ -165,18 +165,8 @@ def _with_tables(
         ]
     )
     if isinstance(left.format, LogFormat) and not left.format.q:
-        best = best_of(
-            [
-                [quantizer, *(replace(quantizer, q=q) for q in _bases_near(quantizer.q, left.format))]
-                for quantizer in best
-            ]
-        )
-    best = best_of(
-        [
-            [quantizer, *(replace(quantizer, scale=quantizer.scale * factor) for factor in _FACTORS)]
-            for quantizer in best
-        ]
-    )
+        best = best_of([[log, *(replace(log, q=q) for q in _bases_near(log.q, left.format))] for log in best])
+    best = best_of([[log, *(replace(log, scale=log.scale * factor) for factor in _FACTORS)] for log in best])
     if all(after is before for after, before in zip(best, start, strict=True)):
         return start
     errors = zip(error(tuple(best)), error(tuple(start)), strict=True)

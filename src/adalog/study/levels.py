@@ -71,11 +71,7 @@ def histogram_panels(calibration: Calibration, configs: Mapping[str, Config]) ->
             operands = {
                 name: calibration.search(config, [site.name])[0].assignment.left for name, config in configs.items()
             }
-            shown = {
-                name: operand
-                for name, operand in operands.items()
-                if operand is not None and operand.scale.numel() == 1
-            }
+            shown = {name: side for name, side in operands.items() if side is not None and side.scale.numel() == 1}
             title = f"after {title_of(site.left_source.kind)}: {site.name}"
             panels.append(Panel(title, shown, -site.left_source.minimum, calibration.operand(site.left)))
     return panels

@@ -147,10 +147,8 @@ class Sensitivity:
         own = _choices(config)
         key = next((name for name in (*own, *self.choices) if self.choices.get(name) != own.get(name)), None)
         if key is not None:
-            name, own_value, config_value = (
-                json.dumps(value)[:80] for value in (key, self.choices.get(key), own.get(key))
-            )
-            reason = f"in which {name} is {own_value} instead of {config_value}"
+            name, first, second = (json.dumps(value)[:80] for value in (key, self.choices.get(key), own.get(key)))
+            reason = f"in which {name} is {first} instead of {second}"
             raise DataError(f"the sensitivity was measured with another method, {reason}: {_WAY_OUT}")
 
 

@@ -118,13 +118,11 @@ def _copy(value: Any) -> Any:
 
 def _last_reads(lowered: LoweredProgram) -> list[list[str]]:
     """Return for each step the names of the values that no later step reads. Outputs are read at the end."""
-    computed = {step.name for step in lowered.steps}
+    own = {step.name for step in lowered.steps}
     read_later = set(refs_of(lowered.program.output))
     dead: list[list[str]] = []
     for step in reversed(lowered.steps):
-        names = [
-            name for name in dict.fromkeys([step.name, *step.reads]) if name in computed and name not in read_later
-        ]
+        names = [name for name in dict.fromkeys([step.name, *step.reads]) if name in own and name not in read_later]
         read_later.update(names)
         dead.append(names)
     return dead[::-1]
