@@ -116,7 +116,7 @@ def test_a_program_in_stretches_has_the_same_gradients(memory):
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value)
     traced = trace(program, (images,))
-    ends = gradients._ends(program, traced, gradients._bytes_made(program, traced), memory)
+    ends = gradients._ends(program, traced, gradients._bytes_by_node(program, traced), memory)
     assert len(ends) > 1 or memory == 100_000
 
 

@@ -123,7 +123,7 @@ def squared_gradients(
     ]
     dimensions = _image_dimensions(values, names)
     draw = few = count if dimensions is None else BATCH
-    sizes = _bytes_made(program, shapes)
+    sizes = _bytes_by_node(program, shapes)
     if dimensions is not None:
         few = min(draw, max(1, _BATCH_BYTES * count // max(1, sum(sizes))))
     batch = max(draw, _BATCH_OF_ACCELERATOR) if waits_for_launches(images[0].device) and few == draw else few
@@ -155,7 +155,7 @@ def _identity(_: str, squares: Tensor) -> Tensor:
     return squares
 
 
-def _bytes_made(program: Program, shapes: Mapping[str, Any]) -> list[int]:
+def _bytes_by_node(program: Program, shapes: Mapping[str, Any]) -> list[int]:
     """Return the bytes of the values that each node of a program makes; a view counts with the value that it views."""
     storages, sizes = set[int](), []
     for node in program.nodes:
@@ -170,7 +170,7 @@ def _ends(program: Program, shapes: Mapping[str, Any], sizes: Sequence[int], mem
     """Return the numbers of nodes after which the stretches of a program end; there is one stretch if memory suffices.
 
     Each stretch makes values of up to a batch's share of the memory, and ends where later ones need few bytes. sizes:
-    from `_bytes_made`.
+    from `_bytes_by_node`.
     """
     count, ends, start = len(program.nodes), list[int](), 0
     if memory is None or sum(sizes) <= memory:

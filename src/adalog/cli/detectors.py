@@ -44,7 +44,7 @@ from adalog.study.sensitivity import Sensitivity
 SHOWN = ("box_ap", "box_ap50", "box_ap75", "mask_ap", "mask_ap50", "mask_ap75")
 
 
-def parts_asked(model: str, parts: str | None) -> tuple[str, ...] | None:
+def read_parts(model: str, parts: str | None) -> tuple[str, ...] | None:
     """Return the parts of a detector that --parts selects, or None if the model is not a detector.
 
     parts: comma-separated, or all. Raises DataError for an unknown model and ValueError for an unknown part.
@@ -280,11 +280,11 @@ def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs:
     if json_out != "-":
         title = f"The bundled Swin Mask R-CNN, evaluated on {len(scenes)} held-out synthetic scenes"
         say(ap_table(title, [("fp32", "", full), *((row["bits"], row["method"], row) for row in rows)]))
-    told_rows = [
+    json_rows = [
         {name: _number(value) if isinstance(value, float) else value for name, value in row.items()} for row in rows
     ]
     emit_json(
-        {"fp32": {name: _number(value) for name, value in full.items()}, "rows": told_rows, "seed": seed}, json_out
+        {"fp32": {name: _number(value) for name, value in full.items()}, "rows": json_rows, "seed": seed}, json_out
     )
 
 

@@ -126,7 +126,7 @@ def command(
     )
     if reconstruct_images:
         config = config.with_fitted_images(reconstruct_images)
-    kinds = detectors.parts_asked(model, parts)
+    kinds = detectors.read_parts(model, parts)
     if sensitivity is not None and limits is None:
         raise ValueError("--sensitivity needs a budget: give --budget, --target-bops, --target-fixops or --max-kl")
     if judged != JUDGED and (limits is None or sensitivity is not None):

@@ -73,7 +73,7 @@ def command(
     config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # --widths replaces these bits
     partial = partial_of(out, json_out, resume, (source_of(model), checkpoint, data))
     out.parent.mkdir(parents=True, exist_ok=True)
-    kinds = detectors.parts_asked(model, parts)
+    kinds = detectors.read_parts(model, parts)
     record: dict[str, Any] = {"model": model, "method": method, "calibration_images": images, "seed": seed}
     if kinds is not None:
         detectors.check_setup(setup)

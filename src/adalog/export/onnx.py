@@ -190,7 +190,7 @@ def output_names(output: Any) -> list[str]:
 
 
 def _paths(output: Any) -> Iterator[tuple[str | int, ...]]:
-    """Yield the keys and indices that lead to each tensor of an output, in the order of `given_leaves`."""
+    """Yield the keys and indices that lead to each tensor of an output, in the order of `present_leaves`."""
     if isinstance(output, Mapping):
         steps: Iterable[tuple[str | int, Any]] = output.items()
     elif isinstance(output, (tuple, list)):

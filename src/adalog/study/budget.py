@@ -160,7 +160,7 @@ def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, i
     """Return the model with the least predicted loss within a budget, if its stages will add `extra` to the cost."""
     plain, overhead, best = replace(maker.config, stages=()), None, None
     for _ in range(_TRIES):
-        costs_besides = overhead or Totals(_bytes_beside(maker.calibration), 0.0, 0.0)
+        costs_besides = overhead or Totals(_bytes_besides_codes(maker.calibration), 0.0, 0.0)
         total = Totals(costs_besides.bytes + extra.bytes, costs_besides.bops + extra.bops, 0.0)
         try:
             plan = choose(maker.measurement, budget, fixed, total)
@@ -215,7 +215,7 @@ def _activations(config: Config) -> dict[OperandKind, int]:
     return {"activation": config.activation_bits, "softmax": config.softmax_bits, "input": config.input_bits}
 
 
-def _bytes_beside(calibration: Calibration) -> float:
+def _bytes_besides_codes(calibration: Calibration) -> float:
     """Estimate the bytes of a file besides the codes of weights: other tensors, scales, and the program itself."""
     tensors = calibration.program.tensors
     weights = {site.right for site in calibration.sites}

@@ -216,7 +216,7 @@ class _Emitter:
             layout.call("depthwise", product.arguments(image, output))
         else:
             if len(product.site.scales) > 1:
-                _add_seen(layout, output, product, source[0].shape)
+                _add_ones_sums(layout, output, product, source[0].shape)
             rows = self._rows_of(product.site, source)
             if len(rows[0]):
                 layout.call("linear", linear(product.weights, rows, output))
@@ -412,7 +412,7 @@ def _gather_patches(layout: Layout, site: IntegerSite, plane: Tensor, count: int
     return out
 
 
-def _add_seen(layout: Layout, output: abi.Output, product: ByteProduct, shape: Sequence[int]) -> None:
+def _add_ones_sums(layout: Layout, output: abi.Output, product: ByteProduct, shape: Sequence[int]) -> None:
     """Add the outputs of a convolution's part of ones, which are the same for all images of this shape."""
     values = product.ones_sums(shape[1:]).to(torch.float32) * product.site.scales[1].reshape(-1)
     numbers = torch.arange(len(values), dtype=torch.int32).repeat(shape[0])
