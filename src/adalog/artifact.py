@@ -225,11 +225,11 @@ def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
         raise ArtifactError(f"{name} holds {others[0]}")
     try:
         header: dict[str, Any] = parse_json(text)
-        version = header["format"]
+        declared = header["format"]
     except Exception as cause:
         raise _damage(name, cause) from cause
-    if type(version) is not int or version != FORMAT:
-        number = one_line(ArtifactError(str(version)))[:20]
+    if type(declared) is not int or declared != FORMAT:
+        number = one_line(ArtifactError(str(declared)))[:20]
         raise ArtifactError(
             f"{name} has the format {number}, but this version of adalog reads {FORMAT}: quantize the model again"
         )

@@ -102,5 +102,5 @@ Examples:
 
 def label(name: str) -> str:
     """Return a method's name with its label in brackets, as tables show it; other names are returned unchanged."""
-    label = METHODS[name].label if name in METHODS else ""
-    return f"{name} ({label})" if label else name
+    text = METHODS[name].label if name in METHODS else ""
+    return f"{name} ({text})" if text else name

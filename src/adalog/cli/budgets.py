@@ -44,12 +44,12 @@ def subject(spec: str, data: Path | None, config: Config, judged: int, setup: Se
         raise DataError(f"unknown model {spec!r}: give {zoo.KINDS}")
     sets = find_judging(spec, data, config.images_needed, judged, setup.seed)
     loaded = load_model(spec, setup.no_pretrained, setup.checkpoint)
-    pool, judging = (
+    images, judging = (
         (part.load(loaded.rgb_preprocessing, jobs=setup.jobs) if isinstance(part, ImageSet) else part).to(setup.device)
         for part in sets
     )
     # `adalog quantize` samples the images of a folder again after loading them. This repeats its order.
-    sampled = sample_images(pool, config.images_needed, setup.seed) if isinstance(sets[0], ImageSet) else pool
+    sampled = sample_images(images, config.images_needed, setup.seed) if isinstance(sets[0], ImageSet) else images
     assert isinstance(sampled, Tensor)
     calibration = Calibration(
         loaded.module.to(setup.device),

@@ -48,7 +48,7 @@ class Settings:
     @staticmethod
     def from_json(fields: Any) -> "Settings":
         """Return the settings that `to_json` described. Raises ValueError for other fields or values."""
-        known = {field.name: field for field in dataclasses.fields(Settings)}
+        known = {entry.name: entry for entry in dataclasses.fields(Settings)}
         if not isinstance(fields, dict) or fields.keys() != known.keys():
             raise ValueError(f"the settings of a detector must be {', '.join(known)}")
         values = dict(fields)

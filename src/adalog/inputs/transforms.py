@@ -201,11 +201,11 @@ def _geometries(processor: Any, size: tuple[int, int]) -> Iterator[Preprocessing
         resizes += [*((shorter, "stretch") for shorter in sides), ((side, side), "stretch")]
     for height, width in (("height", "width"), ("max_height", "max_width")):
         if height in sizes and width in sizes:
-            pair = sizes[height], sizes[width]
-            resizes += [(pair, "stretch"), (pair, "contain")]
+            target = sizes[height], sizes[width]
+            resizes += [(target, "stretch"), (target, "contain")]
     for resize, fit in resizes:
-        pair = (resize, resize) if isinstance(resize, int) else resize
-        margins = [before - after for before, after in zip(pair, size, strict=True)]
+        target = (resize, resize) if isinstance(resize, int) else resize
+        margins = [before - after for before, after in zip(target, size, strict=True)]
         pads = fit == "contain" or min(margins) < 0
         # Both ways to round the centre agree for these margins, if they are the same for all images.
         same = fit == "stretch" and not isinstance(resize, int) and all(margin % 4 != 3 for margin in margins)

@@ -217,9 +217,9 @@ def _facts(
             return SiteFacts(row, OperandFacts(kinds[0], row.left), OperandFacts(kinds[1], row.right))
         names = [ref.name for ref in nodes[site.node.name].args[:2]]
         left, right = (operand(*arguments) for arguments in zip(kinds, (row.left, row.right), names, strict=True))
-        rows = [cost for call in site.calls for cost in costs.get(call.name, [])]
-        macs, fixops = sum(cost.count for cost in rows), sum(cost.fixops for cost in rows)
-        weight_bytes = sum(cost.weight_bytes for cost in rows)
+        rows = [entry for call in site.calls for entry in costs.get(call.name, [])]
+        macs, fixops = sum(entry.count for entry in rows), sum(entry.fixops for entry in rows)
+        weight_bytes = sum(entry.weight_bytes for entry in rows)
         return SiteFacts(row, left, right, blocks[site.node.name], macs, fixops, weight_bytes)
 
     return tuple(facts(row) for row in quantized.ledger)

@@ -301,13 +301,13 @@ def _options(measurement: Sensitivity, unit: Unit, fixed: Mapping[OperandKind, i
     options = []
     for combination in itertools.product(*widths):
         bits = dict(zip(kinds, combination, strict=True))
-        chosen = {kind: rows[kind, width] for kind, width in bits.items()}
+        by_kind = {kind: rows[kind, width] for kind, width in bits.items()}
         size = sum(math.ceil(site.weights * bits.get("weight", FLOAT_BITS) / 8) for site in unit.sites)
         bops = 0
         for index, site in enumerate(unit.sites):
-            left, right = (chosen[kind].widths[index] if kind in chosen else 0 for kind in (site.left, site.right))
+            left, right = (by_kind[kind].widths[index] if kind in by_kind else 0 for kind in (site.left, site.right))
             bops += site.macs * (left or FLOAT_BITS) * (right or FLOAT_BITS)
-        options.append(_Option(bits, Totals(size, bops, sum(row.loss for row in chosen.values()))))
+        options.append(_Option(bits, Totals(size, bops, sum(row.loss for row in by_kind.values()))))
     return options
 
 

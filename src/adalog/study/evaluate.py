@@ -271,7 +271,7 @@ class Tally:
     @staticmethod
     def total(parts: Sequence["Tally"]) -> "Tally":
         """Add up the tallies of disjoint sets of images, in this order."""
-        columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Tally)}
+        columns = {entry.name: [getattr(part, entry.name) for part in parts] for entry in fields(Tally)}
         sums: dict[str, Any] = {name: None if None in values else sum(values) for name, values in columns.items()}
         return Tally(**sums)
 
@@ -330,7 +330,7 @@ def tally(answers: Tensor, labels: Tensor | Sequence[int] | None = None, referen
 
 
 _TALLIES: Codec[list[Tally]] = Codec(
-    lambda tallies: json.dumps([asdict(tally) for tally in tallies]).encode(),
+    lambda tallies: json.dumps([asdict(entry) for entry in tallies]).encode(),
     lambda _, content: [Tally(**entry) for entry in json.loads(content)],
 )
 _TENSORS: Codec[list[Tensor]] = Codec(

@@ -217,9 +217,9 @@ def pareto_figure(points: list[Point], measure: str, name: str) -> "Figure":
             line, (("bytes", "file [MB]", 1e6), ("bops", "BOPs per image [G]", 1e9)), strict=True
         ):
             for chosen, kind, style, colour in kinds:
-                row = sorted((point for point in points if point.chosen == chosen), key=lambda point: point.bytes)
-                across = [getattr(point, field) / scale for point in row]
-                up = [getattr(point, what) * (100 if what == "top1" else 1) for point in row]
+                series = sorted((point for point in points if point.chosen == chosen), key=lambda point: point.bytes)
+                across = [getattr(point, field) / scale for point in series]
+                up = [getattr(point, what) * (100 if what == "top1" else 1) for point in series]
                 axis.plot(across, up, style, color=colour, label=kind)
             axis.set_xlabel(unit, fontsize=TEXT)
             axis.grid(alpha=0.3)

@@ -93,4 +93,4 @@ def detect(
 
 def prepare(scenes: list[Scene]) -> Batch:
     """Prepare scenes as a batch of images."""
-    return SETTINGS.resizing.batch([Image.fromarray(scene.image) for scene in scenes])
+    return SETTINGS.resizing.batch([Image.fromarray(drawing.image) for drawing in scenes])

@@ -122,8 +122,8 @@ class RowProduct:
         products = [multiply_bytes(row, self._weight, out) for row, out in zip(rows, outs, strict=True)]
         digits, dtype = self._left[part], self._dtypes[part]
         total = products[0].to(dtype)
-        for product, factor in zip(products[1:], digits.factors[1:], strict=True):
-            total.add_(product.to(dtype), alpha=factor)
+        for term, factor in zip(products[1:], digits.factors[1:], strict=True):
+            total.add_(term.to(dtype), alpha=factor)
         if self._has_constants[part]:
             total.add_(self._constants[part].to(dtype))
         if self._has_moved:
@@ -326,8 +326,8 @@ class BatchedProduct:
     def __call__(self, left: list[Tensor], right: list[Tensor] | None = None, bias: Tensor | None = None) -> Tensor:
         sums = []
         for (_, total), *others in self._products(left, right):
-            for factor, product in others:
-                total.add_(product, alpha=factor)
+            for factor, term in others:
+                total.add_(term, alpha=factor)
             sums.append(total)
         if len(sums) == 1 and self.site.geometry is None and sums[0].dtype == self.site.scales[0].dtype:
             return sums[0].mul_(self.site.scales[0])

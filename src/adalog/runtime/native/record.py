@@ -96,21 +96,21 @@ def _argument(argument: Any, memory: "_AddressMap") -> Any:
 
 def _fields(structure: ctypes.Structure, memory: "_AddressMap", weights: dict[int, int], number: int | None) -> Any:
     """Return the fields of a structure that are not zero. number: the input that its data lies in, or None."""
-    record: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, kind, *_ in structure._fields_:
         value = getattr(structure, name)
         if isinstance(value, ctypes.Structure):
-            record[name] = _fields(value, memory, weights, None)
+            result[name] = _fields(value, memory, weights, None)
         elif isinstance(value, ctypes.Array):
-            record[name] = list(value)
+            result[name] = list(value)
         elif kind is not ctypes.c_void_p:
-            record |= {name: value} if value else {}
+            result |= {name: value} if value else {}
         elif name == "data" and number is not None:
-            record[name] = [number, 0]
+            result[name] = [number, 0]
         elif value is not None:
             isolated = isinstance(structure, abi.Linear) and name == "weights"
-            record[name] = weights[value] if isolated else memory.place(value)
-    return record
+            result[name] = weights[value] if isolated else memory.place(value)
+    return result
 
 
 class _AddressMap:
