@@ -56,6 +56,7 @@ from adalog.calibration.calibration import SearchResult
 from adalog.detection import demo as detector_demo
 from adalog.inputs import demo
 from adalog.inputs.demo.model import DemoViT
+from adalog.inputs.zoo import LoadedModel
 from adalog.quantizers import Assignment, LogFormat, LogQuantizer, UniformFormat, UniformQuantizer, elementwise
 from adalog.search import forms, objective
 from adalog.search.operand import Operand
@@ -395,7 +396,9 @@ def real_folder(tmp_path, monkeypatch):
     (folder / "labels.csv").write_text("\n".join(["file,label", *rows]))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 56, 56), torch.nn.Flatten(), torch.nn.Linear(128, 12)).eval()
-    monkeypatch.setattr(realbench, "load_model", lambda folder, name=None: model)
+    monkeypatch.setattr(realbench, "load_model", lambda folder: model)
+    loaded = LoadedModel(model, realbench.PREPROCESSING, "own")
+    monkeypatch.setattr(realbench, "load_classifier", lambda name: loaded)
     return folder
 
 
