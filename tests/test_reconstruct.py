@@ -208,9 +208,9 @@ def test_a_bias_follows_the_weight_of_a_lifted_input(searched, biases):
 )
 def test_training_lowers_the_error_on_images_held_out(pool, spoilt, changes):
     block = block_of(*spoilt, pool[:24], **changes)
-    before = block._judged(block._assigned)
-    found = block.trained()
-    assert block._judged(found) < 0.8 * before
+    before = block._held_out_loss(block._assigned)
+    found = block.train()
+    assert block._held_out_loss(found) < 0.8 * before
     for (group, one), (_, other) in zip(found, block._assigned, strict=True):
         assert one.fold is other.fold, group.name
         if isinstance(one.left, UniformQuantizer):
@@ -220,7 +220,7 @@ def test_training_lowers_the_error_on_images_held_out(pool, spoilt, changes):
 @pytest.mark.slow
 def test_a_block_that_got_worse_goes_back(pool, searched):
     block = block_of(*searched, pool[:24], rate=500.0, scale_rate=50.0, iterations=4)
-    for (_, one), (_, other) in zip(block.trained(), block._assigned, strict=True):
+    for (_, one), (_, other) in zip(block.train(), block._assigned, strict=True):
         assert replace(one, sqnr=0) == replace(other, sqnr=0)
 
 
@@ -228,7 +228,7 @@ def test_a_block_that_got_worse_goes_back(pool, searched):
 def test_no_image_held_out_is_fitted(pool, searched):
     block = block_of(*searched, pool[:24], iterations=9)
     drawn = torch.cat(list(block._draws()))
-    assert block._judging.tolist() == [7, 15, 23]
+    assert block._held_out.tolist() == [7, 15, 23]
     assert set(drawn.tolist()) == set(range(24)) - {7, 15, 23}
     assert len(drawn) == 9 * 8
     assert sorted(drawn[:21].tolist()) == sorted(set(drawn.tolist()))  # all of them once, before any comes again
@@ -254,13 +254,13 @@ def test_products_of_a_step_are_rounded_where_the_device_multiplies_bfloat16(poo
     """By less than the quantization, although a few codes are others; what judges stays as it is."""
     monkeypatch.setattr("adalog.calibration.reconstruct.multiplies_bfloat16", lambda device: able)
     block = block_of(*searched, pool[:24])
-    given = pick(block._values, block._given, torch.arange(4))
+    given = pick(block._values, block._inputs, torch.arange(4))
     program = rewrite(block._nodes, block._assigned)
     judged, stepped = (block._run(program, given, drop) for drop in (None, 0.0))
     wanted = block._values.compute(given, [block._out], program)[block._out]
     assert torch.equal(judged, wanted)
     assert torch.equal(stepped, judged) != able
-    noise = block._wanted[block._out][:4] - judged
+    noise = block._targets[block._out][:4] - judged
     assert float((stepped - judged).square().mean()) < 0.2 * float(noise.square().mean())
 
 
@@ -289,7 +289,7 @@ def test_the_fisher_weights_are_squared_gradients_of_each_image(pool):
 def test_the_low_rank_error_is_made_of_gradients_where_the_block_was(pool, spoilt):
     """Of KL divergences by autograd, image by image: the two parts, each 1 where the last gradient was taken."""
     block = block_of(*spoilt, pool[:24], loss="low-rank")
-    start, numbers, name, last = block._assigned, block._fitted, block._out, spoilt[0].program.output.name
+    start, numbers, name, last = block._assigned, block._trained_on, block._out, spoilt[0].program.output.name
     softer = [(group, replace(found, left=None)) for group, found in start]
     gradients, changes, given = [], [], []
     block._error.renew(block._runner(softer))  # it begins with a gradient at the start
@@ -297,9 +297,9 @@ def test_the_low_rank_error_is_made_of_gradients_where_the_block_was(pool, spoil
         sums, moved, given = 0.0, 0.0, []
         for number in numbers:
             one = number[None]
-            chunk = pick(block._values, {**block._exact, **block._wanted}, one)
+            chunk = pick(block._values, {**block._exact, **block._targets}, one)
             program = rewrite(block._nodes, assigned)
-            value = block._run(program, pick(block._values, block._given, one)).detach().requires_grad_()
+            value = block._run(program, pick(block._values, block._inputs, one)).detach().requires_grad_()
             with torch.enable_grad():
                 logits = (block._values.compute({**chunk, name: at}, [last])[last] for at in (chunk[name], value))
                 wanted, found = (each.log_softmax(-1) for each in logits)
@@ -334,17 +334,17 @@ def test_averaged_weights_are_the_mean_over_images(pool, searched):
 def test_the_error_of_the_output_is_added_to_that_of_the_block(pool, searched):
     """Each is divided by its value at the start, so that the error begins at 2."""
     block = block_of(*searched, pool[:24], loss="output")
-    numbers, name, last = block._judging, block._out, searched[0].program.output.name
-    assert block._judged(block._assigned) == pytest.approx(2, rel=1e-4)
+    numbers, name, last = block._held_out, block._out, searched[0].program.output.name
+    assert block._held_out_loss(block._assigned) == pytest.approx(2, rel=1e-4)
     softer = [(group, replace(found, left=None)) for group, found in block._assigned]
     errors = []
     for assigned in (block._assigned, softer):
         value = block._runner(assigned)(numbers)
-        chunk = pick(block._values, {**block._exact, **block._wanted}, numbers)
+        chunk = pick(block._values, {**block._exact, **block._targets}, numbers)
         exact, moved = (block._values.compute({**chunk, name: at}, [last])[last] for at in (chunk[name], value))
         errors.append([float((value - chunk[name]).square().mean()), float(mean_distance([moved], [exact]))])
     wanted = sum(after / before for before, after in zip(*errors, strict=True))
-    assert block._judged(softer) == pytest.approx(wanted, rel=1e-3)
+    assert block._held_out_loss(softer) == pytest.approx(wanted, rel=1e-3)
 
 
 def test_changes_that_are_equal_but_for_rounding_count_once(pool, searched):
@@ -542,7 +542,7 @@ def states(block, count=8):
     steps = block.steps(1.0)
     for _ in range(count):
         next(steps)
-    return [value.detach().clone() for each in block._groups for some in each.trained().values() for value in some]
+    return [value.detach().clone() for each in block._groups for some in each.parameters().values() for value in some]
 
 
 ON_ACCELERATOR = [
@@ -609,8 +609,8 @@ def test_training_on_an_accelerator_lowers_the_error_and_records_again_after_a_r
     recorded = []
     monkeypatch.setattr("adalog.calibration.replay.record", lambda *each: recorded.append(1) or record(*each))
     block = block_of(*spoilt, pool[:24], weights=weights, rate=0.1, loss="low-rank")
-    before = block._judged(block._assigned)
-    assert block._judged(block.trained()) < 0.9 * before
+    before = block._held_out_loss(block._assigned)
+    assert block._held_out_loss(block.train()) < 0.9 * before
     assert len(recorded) == block._error.renewals  # the first one, and one after each renewal but the last
 
 
@@ -657,9 +657,9 @@ __all__ = ["searched"]
 
 def test_the_sqnr_of_a_weight_is_about_the_mean_of_each_channel(pool, searched):
     block = block_of(*searched, pool[:24])
-    exact, given = (pick(block._values, chunk, block._judging) for chunk in (block._exact, block._given))
+    exact, given = (pick(block._values, chunk, block._held_out) for chunk in (block._exact, block._inputs))
     program = rewrite(block._nodes, block._assigned)
-    for group, found in block._measured(block._assigned):
+    for group, found in block._with_sqnr(block._assigned):
         wanted, got = (
             block._values.compute(chunk, group.nodes, each) for chunk, each in ((exact, block._nodes), (given, program))
         )
@@ -697,8 +697,8 @@ def test_a_block_is_judged_with_all_that_is_quantized_in_it(pool, monkeypatch):
     images, judged = pool[:16, :, :2, :2].double(), {}
 
     class Told(BlockInTraining):
-        def trained(self, report=None):
-            judged[self._out] = self._judged(self._assigned)
+        def train(self, report=None):
+            judged[self._out] = self._held_out_loss(self._assigned)
             return self._assigned
 
     monkeypatch.setattr("adalog.calibration.reconstruct.BlockInTraining", Told)
@@ -803,7 +803,7 @@ def test_blocks_that_make_the_model_worse_are_taken_back(pool, tiniest_searched,
 def test_a_whole_model_is_judged_by_its_loss_before_and_after(pool, tiniest_searched, monkeypatch):
     """The loss evaluates its outputs already, and the best of several states would be the luckiest one."""
     calibration, assigned = tiniest_searched
-    judged, losses = BlockInTraining._judged, []
+    judged, losses = BlockInTraining._held_out_loss, []
 
     def counted(self, assigned):
         losses.append(judged(self, assigned))
@@ -812,7 +812,7 @@ def test_a_whole_model_is_judged_by_its_loss_before_and_after(pool, tiniest_sear
     def refused(*_):
         raise AssertionError("the outputs are compared a second time")
 
-    monkeypatch.setattr(BlockInTraining, "_judged", counted)
+    monkeypatch.setattr(BlockInTraining, "_held_out_loss", counted)
     monkeypatch.setattr("adalog.calibration.reconstruct.output_errors", refused)
     reconstruct(calibration.program, [pool[:24]], with_wide_activations(assigned), WHOLE_MODEL)
     assert len(losses) == 2

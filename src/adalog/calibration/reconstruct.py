@@ -109,10 +109,10 @@ def reconstruct(
         blocks, stage, where = find_spans(program), "tuning", "end to end, block"
     floats = Values(program, images, share, blocks)
     quantized = Values(rewrite(program, current), images, share, blocks, like=floats)
-    judged = _split(torch.arange(floats.count, device=device))[1]
+    held_out = _split(torch.arange(floats.count, device=device))[1]
 
     def error(assigned: Assigned) -> float:
-        return sum(output_errors(program, floats, [rewrite(program, assigned)], judged)[0].values())
+        return sum(output_errors(program, floats, [rewrite(program, assigned)], held_out)[0].values())
 
     # The loss of a block that is the whole model has evaluated the model's outputs on the same images.
     compares = choices.robust and not (choices.scope == "model" and len(blocks) == 1)
@@ -120,28 +120,28 @@ def reconstruct(
     for number, block in enumerate(blocks):
 
         def report(step: int, number: int = number) -> None:
-            told = f", step {step} of {choices.iterations}" if step < choices.iterations else ""
-            name = f"{where} {number + 1} of {len(blocks)}{told}"
+            steps = f", step {step} of {choices.iterations}" if step < choices.iterations else ""
+            name = f"{where} {number + 1} of {len(blocks)}{steps}"
             resources.report(number * choices.iterations + step, len(blocks) * choices.iterations, name)
 
         names = {node.name for node in floats.operations(block).nodes} - _leading_elsewhere(program, block)
         members = [index for index, (group, _) in enumerate(current) if group.changes <= names]
         keys = [f"{stage} of {current[index][0].name}" for index in members]
-        done = {key: found for key in keys if partial is not None and (found := partial.get(key, device)) is not None}
+        done = {key: known for key in keys if partial is not None and (known := partial.get(key, device)) is not None}
         done = ranks.agree(keys, done, assignment_codec(device))
         if len(done) < len(keys) and floats.is_float(block.value_out):
-            here = [current[index] for index in members]
+            groups = [current[index] for index in members]
             beside = [
-                each
-                for index, each in enumerate(current)
-                if index not in members and not names.isdisjoint(each[0].nodes)
+                (group, assignment)
+                for index, (group, assignment) in enumerate(current)
+                if index not in members and not names.isdisjoint(group.nodes)
             ]
             block_in_training = BlockInTraining(
-                program, floats, quantized, block, here, choices, seed, ranks, beside, losses
+                program, floats, quantized, block, groups, choices, seed, ranks, beside, losses
             )
-            best = [assignment for _, assignment in block_in_training.trained(report)]
+            trained = [assignment for _, assignment in block_in_training.train(report)]
 
-            def chosen(trained: Sequence[Assignment] = best, members: Sequence[int] = members) -> list[Assignment]:
+            def select(trained: Sequence[Assignment] = trained, members: Sequence[int] = members) -> list[Assignment]:
                 """Return the trained assignments, or the current ones if the model's output is worse with them."""
                 nonlocal least
                 if compares:
@@ -155,7 +155,7 @@ def reconstruct(
                     least = changed
                 return list(trained)
 
-            agreed = ranks.by_first(chosen, assignments_codec(device))
+            agreed = ranks.by_first(select, assignments_codec(device))
             done = dict(zip(keys, agreed, strict=True))
             if partial is not None and ranks.first:
                 for key, assignment in done.items():
@@ -169,18 +169,18 @@ def reconstruct(
 
 def _split(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Split images into those that are trained on and those that are held out; few images are in both."""
-    held = numbers % _HELD_OUT == _HELD_OUT - 1
-    return (numbers[~held], numbers[held]) if bool(held.any()) else (numbers, numbers)
+    is_held_out = numbers % _HELD_OUT == _HELD_OUT - 1
+    return (numbers[~is_held_out], numbers[is_held_out]) if bool(is_held_out.any()) else (numbers, numbers)
 
 
 def _leading_elsewhere(program: Program, block: Block) -> set[str]:
     """Return a block's operations that lead to a model output in the block other than the block's own output."""
-    found = {*refs_of(program.output)} - {block.value_out}
+    leading = {*refs_of(program.output)} - {block.value_out}
     inside = {*block.nodes}
     for node in reversed(program.nodes):
-        if node.name in found & inside:
-            found |= set(node.refs())
-    return found & inside
+        if node.name in leading & inside:
+            leading |= set(node.refs())
+    return leading & inside
 
 
 class BlockInTraining:
@@ -207,39 +207,41 @@ class BlockInTraining:
         self._nodes, self._assigned, self._beside = floats.operations(block), list(assigned), list(beside)
         if beside:  # rewriting these groups reads tensors of their operations in other blocks
             self._nodes = replace(self._nodes, tensors=program.tensors)
-        whole = self._rewritten(self._assigned)
-        self._groups = [GroupInTraining(group, found, program, whole, choices) for group, found in assigned]
+        rewritten = self._rewrite(self._assigned)
+        self._groups = [
+            GroupInTraining(group, assignment, program, rewritten, choices) for group, assignment in assigned
+        ]
         # If images cannot be separated, every step and evaluation takes all of them. The float network is tested first.
         apart = floats.separable([self._out], self._in)
-        self._exact, self._given = (values.images | values.of([self._in]) for values in (floats, quantized))
-        self._wanted = floats.of([self._out], self._exact)
-        device = self._wanted[self._out].device
+        self._exact, self._inputs = (values.images | values.of([self._in]) for values in (floats, quantized))
+        self._targets = floats.of([self._out], self._exact)
+        device = self._targets[self._out].device
         self._generator = torch.Generator(device).manual_seed(seed + 1000 * floats.starts.index(self._in))
         self._apart = apart
         numbers = torch.arange(floats.count, device=device)
-        self._fitted, self._judging = _split(numbers) if apart else (numbers, numbers)
-        self._batch = min(choices.batch, len(self._fitted)) if apart else floats.count
+        self._trained_on, self._held_out = _split(numbers) if apart else (numbers, numbers)
+        self._batch = min(choices.batch, len(self._trained_on)) if apart else floats.count
         self._at_once = ranks.world == 1 and waits_for_launches(device)
         self._replay: Replay | None = None
         # Each share of a step has its own random numbers, whichever rank takes the share.
         share_seeds = torch.randint(
             2**31, (len(self._shares(numbers[: self._batch])),), generator=self._generator, device=device
         )
-        self._generators = [torch.Generator(device).manual_seed(each) for each in share_seeds.tolist()]
-        chunk = floats.images | self._wanted
+        self._generators = [torch.Generator(device).manual_seed(share_seed) for share_seed in share_seeds.tolist()]
+        chunk = floats.images | self._targets
         outputs = tuple(dict.fromkeys(refs_of(program.output)))
         self._error = losses[choices.loss](
-            BlockOutput(floats, self._out, chunk, outputs, apart, self._fitted, self._judging, seed)
+            BlockOutput(floats, self._out, chunk, outputs, apart, self._trained_on, self._held_out, seed)
         )
         if self._error.renewals:
             self._error.renew(self._runner(self._assigned))
 
-    def trained(self, report: Callable[[int], None] | None = None) -> list[tuple[SiteGroup, Assignment]]:
+    def train(self, report: Callable[[int], None] | None = None) -> list[tuple[SiteGroup, Assignment]]:
         """Train the block, and return the best assignments on the held-out images, the initial ones included.
 
         report: called with the number of finished steps, several times before the last one.
         """
-        best, least = list(self._assigned), self._judged(self._assigned)
+        best, least = list(self._assigned), self._held_out_loss(self._assigned)
         unit = max(least, torch.finfo(torch.float32).tiny)
         last = self._choices.iterations
         check, renewal = max(1, last // _CHECKS[self._choices.scope]), -(-last // max(1, self._error.renewals))
@@ -248,17 +250,17 @@ class BlockInTraining:
                 report(step)
             if step % check and step % renewal and step < last:
                 continue
-            tried = [(each.group, each.hard()) for each in self._groups]
+            state = [(group.group, group.hard()) for group in self._groups]
             if step % check == 0 or step == last:
-                error = self._judged(tried)
+                error = self._held_out_loss(state)
                 if error < least:
-                    best, least = tried, error
+                    best, least = state, error
             if step % renewal == 0 and step < last:
-                self._error.renew(self._runner(tried))
-                least = self._judged(best)
+                self._error.renew(self._runner(state))
+                least = self._held_out_loss(best)
                 if self._replay is not None:
                     self._replay.forget()
-        return self._measured(best)
+        return self._with_sqnr(best)
 
     def steps(self, unit: float) -> Iterator[int]:
         """Yield the number of each step, from 1 on, after training the block by this step.
@@ -266,17 +268,17 @@ class BlockInTraining:
         unit: the number that the error is divided by.
         """
         choices = self._choices
-        kinds = [each.trained() for each in self._groups]
+        by_kind = [group.parameters() for group in self._groups]
         rates = {"codes": choices.rate, "scales": choices.scale_rate, "biases": choices.scale_rate}
         parameters = [
-            {"params": found, "lr": rate}
+            {"params": values, "lr": rate}
             for kind, rate in rates.items()
-            if (found := [value for each in kinds for value in each[kind]])
+            if (values := [value for kinds in by_kind for value in kinds[kind]])
         ]
         if not parameters:
             return
         if self._at_once:
-            replay = self._replay = self._prepared(parameters, unit)
+            replay = self._replay = self._recordable_step(parameters, unit)
             for step in range(1, choices.iterations + 1):
                 replay.run()
                 yield step
@@ -293,7 +295,7 @@ class BlockInTraining:
             confine(self._sides)
             yield step
 
-    def _prepared(self, parameters: list[dict[str, Any]], unit: float) -> Replay:
+    def _recordable_step(self, parameters: list[dict[str, Any]], unit: float) -> Replay:
         """Return a step that takes all its images at once, and can be recorded.
 
         Everything that differs from step to step is in tables on the device, with one row per step.
@@ -326,14 +328,14 @@ class BlockInTraining:
             masks.renew()
             with torch.enable_grad():
                 h = rounding.round()
-                program = self._rewritten([(each.group, each.soft(rounding.by_weight(h))) for each in self._groups])
+                program = self._rewrite([(group.group, group.soft(rounding.by_weight(h))) for group in self._groups])
                 loss = self._loss(program, numbers, self._choices.drop, masks.take) / unit
                 if h is not None:
                     loss = loss + weight * rounding.regulariser(h, exponent)
                 if not loss.requires_grad:  # for example if the block ends in a comparison
                     loss = loss + 0 * trained[0].sum()
-            found = torch.autograd.grad(loss, trained, materialize_grads=True)
-            for value, gradient in zip(trained, found, strict=True):
+            gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
+            for value, gradient in zip(trained, gradients, strict=True):
                 # The optimizer takes a gradient with the strides of its value only.
                 same = gradient.stride() == value.stride()
                 value.grad = gradient if same else torch.empty_like(value).copy_(gradient)
@@ -344,9 +346,9 @@ class BlockInTraining:
 
     @property
     def _sides(self) -> list[Side]:
-        return [side for each in self._groups for side in each.sides]
+        return [side for group in self._groups for side in group.sides]
 
-    def _rewritten(self, assigned: Assigned) -> Program:
+    def _rewrite(self, assigned: Assigned) -> Program:
         """Return the block's program with all its groups quantized. assigned: the trained groups."""
         return rewrite(self._nodes, [*self._beside, *assigned])
 
@@ -357,20 +359,22 @@ class BlockInTraining:
         with respect to the values of the rewritten program. Their sum is propagated to the parameters that these values
         are made of.
         """
-        program = self._rewritten([(each.group, each.soft()) for each in self._groups])
-        made: list[Tensor] = []
+        program = self._rewrite([(group.group, group.soft()) for group in self._groups])
+        sources: list[Tensor] = []
         leaves: list[Tensor] = []
 
         def leaf(value: Tensor) -> Tensor:
             if not value.requires_grad:
                 return value
-            made.append(value)
+            sources.append(value)
             leaves.append(value.detach().requires_grad_())
             return leaves[-1]
 
         tensors = {name: leaf(value) for name, value in program.tensors.items()}
         free = replace(
-            program, tensors=tensors, quantizers={name: each.map(leaf) for name, each in program.quantizers.items()}
+            program,
+            tensors=tensors,
+            quantizers={name: quantizer.map(leaf) for name, quantizer in program.quantizers.items()},
         )
         shares = self._shares(numbers)
 
@@ -384,13 +388,13 @@ class BlockInTraining:
             loss = self._loss(free, images, self._choices.drop, mask) * (len(images) / len(numbers) / unit)
             if not loss.requires_grad:  # for example if the block ends in a comparison
                 return torch.zeros_like(like)
-            found = torch.autograd.grad(loss, leaves, materialize_grads=True)
-            return torch.cat([each.flatten() for each in found])
+            gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
+            return torch.cat([values.flatten() for values in gradients])
 
-        like = torch.cat([each.detach().flatten() for each in leaves])
-        parts = self._ranks.sum_in_order(len(shares), gradient, like).split([each.numel() for each in leaves])
+        like = torch.cat([value.detach().flatten() for value in leaves])
+        parts = self._ranks.sum_in_order(len(shares), gradient, like).split([value.numel() for value in leaves])
         torch.autograd.backward(
-            made, [part.view(each.shape).to(each.dtype) for part, each in zip(parts, made, strict=True)]
+            sources, [part.view(value.shape).to(value.dtype) for part, value in zip(parts, sources, strict=True)]
         )
         regulariser = self._regulariser(done)
         if isinstance(regulariser, Tensor):
@@ -403,86 +407,86 @@ class BlockInTraining:
         return numbers.split(_SHARE_OF_ACCELERATOR if waits_for_launches(numbers.device) else _SHARE)
 
     @torch.no_grad()
-    def _measured(self, assigned: Assigned) -> list[tuple[SiteGroup, Assignment]]:
+    def _with_sqnr(self, assigned: Assigned) -> list[tuple[SiteGroup, Assignment]]:
         """Return the assignments with the SQNR of their outputs in the quantized network on the held-out images.
 
         The signal of a weight's outputs is taken about the mean of each channel, as in `compensate`.
         """
-        program = self._rewritten(assigned)
+        program = self._rewrite(assigned)
         sites = [site for group, _ in assigned for call in group.calls for site in call]
         names = [site.node.name for site in sites]
         # Per site: the noise, the signal and the number of rows. A weight adds the sums of its output channels.
         sizes = [3 + (0 if site.role in ("qk", "av") else len(self._nodes.tensors[site.right])) for site in sites]
-        batches = self._judging.split(self._batch)
+        batches = self._held_out.split(self._batch)
 
         def parts(number: int) -> Tensor:
-            chunks = (pick(self._values, chunk, batches[number]) for chunk in (self._exact, self._given))
-            exact, given = (
-                self._values.compute(chunk, names, each)
-                for chunk, each in zip(chunks, (self._nodes, program), strict=True)
+            chunks = (pick(self._values, chunk, batches[number]) for chunk in (self._exact, self._inputs))
+            exact, quantized = (
+                self._values.compute(chunk, names, operations)
+                for chunk, operations in zip(chunks, (self._nodes, program), strict=True)
             )
-            found = []
+            columns = []
             for site, size in zip(sites, sizes, strict=True):
-                y, error = (value.double() for value in (exact[site.node.name], given[site.node.name]))
+                y, error = (value.double() for value in (exact[site.node.name], quantized[site.node.name]))
                 error = error - y
                 rows = (y.movedim(-3, -1) if site.role == "conv" else y).flatten(0, -2)
                 alone = torch.stack([error.square().sum(), y.square().sum(), y.new_tensor(len(rows))])
-                found.append(torch.cat([alone, rows.sum(0) if size > 3 else alone[:0]]).cpu())
-            return torch.cat(found)
+                columns.append(torch.cat([alone, rows.sum(0) if size > 3 else alone[:0]]).cpu())
+            return torch.cat(columns)
 
         sums = self._ranks.sum_in_order(len(batches), parts, torch.zeros(sum(sizes), dtype=torch.float64)).split(sizes)
         of_name = dict(zip(names, sums, strict=True))
-        found = []
+        measured = []
         for group, assignment in assigned:
             power = noise = 0.0
-            for each in (of_name[name] for name in group.nodes):
-                noise += float(each[0])
-                about = each[3:].square().sum() / each[2] if each[2] > 1 else 0.0  # a single row equals its mean
-                power += float(each[1] - about)
-            found.append((group, replace(assignment, sqnr=decibels(power, noise))))
-        return found
+            for total in (of_name[name] for name in group.nodes):
+                noise += float(total[0])
+                mean = total[3:].square().sum() / total[2] if total[2] > 1 else 0.0  # a single row equals its mean
+                power += float(total[1] - mean)
+            measured.append((group, replace(assignment, sqnr=decibels(power, noise))))
+        return measured
 
     def _draws(self) -> Iterator[Tensor]:
         """Yield the image indices of each step: all images in random order, then again in a new order."""
-        left = self._fitted[:0]
+        left = self._trained_on[:0]
         for _ in range(self._choices.iterations):
             if len(left) < self._batch:
-                order = torch.randperm(len(self._fitted), generator=self._generator, device=left.device)
-                left = torch.cat([left, self._fitted[order]])
-            yield left[: self._batch].sort().values if self._batch == len(self._fitted) else left[: self._batch]
+                order = torch.randperm(len(self._trained_on), generator=self._generator, device=left.device)
+                left = torch.cat([left, self._trained_on[order]])
+            yield left[: self._batch].sort().values if self._batch == len(self._trained_on) else left[: self._batch]
             left = left[self._batch :]
 
     def _regulariser(self, done: float) -> Tensor | float:
         """Return AdaRound's regulariser over all weights of the block. done: the fraction of finished steps."""
         if self._choices.weights != "adaround" or done < _WARM_UP:
             return 0.0
-        return sum((each.regulariser(_exponent(done)) for each in self._groups), 0.0)
+        return sum((group.regulariser(_exponent(done)) for group in self._groups), 0.0)
 
     @torch.no_grad()
-    def _judged(self, assigned: Assigned) -> float:
+    def _held_out_loss(self, assigned: Assigned) -> float:
         """Return the mean loss on the held-out images, with every activation quantized."""
-        program, batches = self._rewritten(assigned), self._judging.split(self._batch)
+        program, batches = self._rewrite(assigned), self._held_out.split(self._batch)
 
         def loss(number: int) -> Tensor:
             return self._loss(program, batches[number]).double().cpu() * len(batches[number])
 
         like = torch.zeros((), dtype=torch.float64)
-        return float(self._ranks.sum_in_order(len(batches), loss, like)) / len(self._judging)
+        return float(self._ranks.sum_in_order(len(batches), loss, like)) / len(self._held_out)
 
     def _loss(self, program: Program, numbers: Tensor, drop: float | None = None, mask: Mask | None = None) -> Tensor:
         """Return the mean error of the block's output on some images.
 
         drop, mask: as in `_run`; here drop is also the share of the inputs that are exact.
         """
-        given, wanted = (pick(self._values, chunk, numbers) for chunk in (self._given, self._wanted))
+        inputs, targets = (pick(self._values, chunk, numbers) for chunk in (self._inputs, self._targets))
         name = self._in
-        if drop and mask is not None and given[name].is_floating_point():
+        if drop and mask is not None and inputs[name].is_floating_point():
             exact = pick(self._values, {name: self._exact[name]}, numbers)
-            given[name] = given[name].lerp(exact[name], mask(given[name]))
-        difference = self._run(program, given, drop, mask) - wanted[self._out]
+            inputs[name] = inputs[name].lerp(exact[name], mask(inputs[name]))
+        difference = self._run(program, inputs, drop, mask) - targets[self._out]
         return self._error(difference, numbers)
 
-    def _run(self, program: Program, given: Chunk, drop: float | None = None, mask: Mask | None = None) -> Tensor:
+    def _run(self, program: Program, inputs: Chunk, drop: float | None = None, mask: Mask | None = None) -> Tensor:
         """Return the block's output from a rewritten program and the block's inputs.
 
         drop: in a training step, the share of activations that is not quantized, which `mask` chooses. Products are
@@ -494,15 +498,15 @@ class BlockInTraining:
             return program.quantizers[name].fake_quantize(x, mask(x) if drop and mask is not None else None)
 
         if drop is not None:
-            products = _PRODUCTS if multiplies_bfloat16(self._wanted[self._out].device) else {}
+            products = _PRODUCTS if multiplies_bfloat16(self._targets[self._out].device) else {}
             instead = {FAKE_QUANTIZE: quantized, **products}
             steps = {node.name: instead[node.op] for node in program.nodes if node.op in instead}
-        return self._values.compute(given, [self._out], program, steps=steps)[self._out]
+        return self._values.compute(inputs, [self._out], program, steps=steps)[self._out]
 
     def _runner(self, assigned: Assigned) -> Callable[[Tensor], Tensor]:
         """Return a function that maps image indices to the block's output, quantized like this."""
-        program = self._rewritten(assigned)
-        return lambda numbers: self._run(program, pick(self._values, self._given, numbers))
+        program = self._rewrite(assigned)
+        return lambda numbers: self._run(program, pick(self._values, self._inputs, numbers))
 
 
 def _exponent(done: float) -> float:

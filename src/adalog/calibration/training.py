@@ -175,7 +175,7 @@ class GroupInTraining:
             self._unit = weight.square().sum(1).sqrt()
             self._bias = torch.zeros_like(self._unit).requires_grad_()
 
-    def trained(self) -> dict[str, list[Tensor]]:
+    def parameters(self) -> dict[str, list[Tensor]]:
         """Return the tensors to train, by the kind that determines their learning rate."""
         tensors: dict[str, list[Tensor]] = {"codes": [], "scales": [], "biases": []}
         for side in (self._left, self._right):
