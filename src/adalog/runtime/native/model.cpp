@@ -367,8 +367,17 @@ private:
         if (bits == 8) {
             std::memcpy(codes, packed, count);
         } else if (bits == 4) {
-            for (size_t i = 0; i < count / 2; i++) codes[2 * i] = packed[i] & 15, codes[2 * i + 1] = packed[i] >> 4;
-            if (count % 2) codes[count - 1] = packed[count / 2] & 15;
+            size_t i = 0;
+            for (; i + 8 <= count; i += 8) {  // eight codes in 32 bits become eight bytes
+                uint32_t eight;
+                std::memcpy(&eight, packed + i / 2, 4);
+                uint64_t bytes = eight;
+                bytes = (bytes | bytes << 16) & 0x0000ffff0000ffffu;
+                bytes = (bytes | bytes << 8) & 0x00ff00ff00ff00ffu;
+                bytes = (bytes | bytes << 4) & 0x0f0f0f0f0f0f0f0fu;
+                std::memcpy(codes + i, &bytes, 8);
+            }
+            for (; i < count; i++) codes[i] = packed[i / 2] >> (i % 2 * 4) & 15;
         } else {
             uint32_t held = 0;
             int bits_held = 0;

@@ -736,24 +736,31 @@ API Weights* adalog_weights(const uint8_t* codes, const int32_t* zero, int64_t c
                 if (column >= columns) break;
                 int m = middle(bits, zero[column]), left_over = zero[column] - m;
                 std::memset(w.middles.data + p * LINE + GROUP * c, m, GROUP);
-                int64_t sum = 0;
-                for (int64_t t = 0; t < terms; t++) {
-                    uint8_t code = codes[column * terms + t];
-                    sum += code - m;
-                    int64_t line = t / GROUP, at = GROUP * c + t % GROUP;
-                    uint8_t* panel = w.data.data + p * w.panel_bytes();
+                int64_t sum = -m * terms;
+                const uint32_t middles = uint32_t(m) * 0x01010101u;
+                uint8_t* at = w.data.data + p * w.panel_bytes() + GROUP * c;
+                // Each turn stores a group of four terms. Padded terms must be zero after the middle is subtracted.
+                for (int64_t line = 0, t = 0; line < w.lines; line++, t += GROUP) {
+                    uint32_t four = middles;
+                    const int64_t there = std::clamp<int64_t>(terms - t, 0, GROUP);
+                    if (there == GROUP) std::memcpy(&four, codes + column * terms + t, GROUP);
+                    else std::memcpy(&four, codes + column * terms + t, there);
+                    const uint32_t pairs = (four & 0x00ff00ffu) + (four >> 8 & 0x00ff00ffu);
+                    sum += (pairs * 0x00010001u) >> 16;
                     if (w.halves) {
-                        int64_t step = line / 16, half = line % 16;
-                        panel[(step * 8 + half % 8) * LINE + at] |= (code & 15) << (half >= 8 ? 4 : 0);
-                    } else {
-                        panel[line * LINE + at] = uint8_t(code - m);
+                        const int64_t step = line / 16, half = line % 16;
+                        uint8_t* to = at + (step * 8 + half % 8) * LINE;
+                        uint32_t both;
+                        std::memcpy(&both, to, GROUP);
+                        both |= (four & 0x0f0f0f0fu) << (half >= 8 ? 4 : 0);
+                        std::memcpy(to, &both, GROUP);
+                    } else {  // bytes minus bytes, without a borrow from one byte to the next
+                        const uint32_t highest = 0x80808080u;
+                        four = ((four | highest) - (middles & ~highest)) ^ ((four ^ ~middles) & highest);
+                        std::memcpy(at + line * LINE, &four, GROUP);
                     }
                 }
-                // Padded terms must be zero after the middle is subtracted, so halves store the code m.
-                for (int64_t t = terms; w.halves && t < w.lines * GROUP; t++) {
-                    int64_t line = t / GROUP, at = GROUP * c + t % GROUP, step = line / 16, half = line % 16;
-                    w.data.data[p * w.panel_bytes() + (step * 8 + half % 8) * LINE + at] |= (m & 15) << (half >= 8 ? 4 : 0);
-                }
+                sum -= m * (w.lines * GROUP - terms);  // the padded terms are no part of it
                 // sum (x - zx)(w - zw), with w = (w - m) + m
                 w.base.data[column] = int32_t(uint32_t(-int64_t(left_zero) * sum + terms * left_zero * int64_t(left_over)));
                 w.moved.data[column] = -left_over;
@@ -1551,8 +1558,8 @@ struct Finisher {
     }
     // Stores some rows of accumulators. The first is row `number` of an output that starts at `start`. width: the distance
     // from one row of sums to the next.
-    INLINE void rows(int64_t start, int64_t number, int64_t first, int64_t rows, int64_t columns, const int32_t* sums,
-                     int64_t width) const {
+    INLINE void rows_within(int64_t start, int64_t number, int64_t first, int64_t rows, int64_t columns,
+                            const int32_t* sums, int64_t width) const {
         int64_t next = start + number * out.row;
         for (int64_t r = number; r < number + rows; r++, sums += width, next += out.row) {
             int64_t to = next, from = next;
@@ -1567,6 +1574,13 @@ struct Finisher {
             row(to, from, first, columns,
                 [=](int64_t i, auto which) INLINE_LAMBDA { return to_float(load(sums + i, which)); });
         }
+    }
+    // Does the same in code that all kernels share, which keeps programs small. The copy stays in registers; stored bytes
+    // could change what a pointer leads to.
+    NOT_INLINE void rows(int64_t start, int64_t number, int64_t first, int64_t rows, int64_t columns, const int32_t* sums,
+                         int64_t width) const {
+        const Finisher copy = *this;
+        copy.rows_within(start, number, first, rows, columns, sums, width);
     }
 };
 // Calls body with the finisher of this output.
@@ -1588,6 +1602,10 @@ INLINE void finishing(const Output& out, Body body) {
 // sums (rows, 16 panels) = left (rows, terms) times right, plus base, or plus the old sums if base is null. The rows of
 // the left operand are `row` bytes apart, and each can be read up to the padded terms of the right operand. AMX reads and
 // writes multiples of 16 rows. meanwhile(i, n) does part i of n of other work between the products.
+struct Nothing {
+    void operator()(int64_t, int64_t) const {}
+};
+
 #if ADALOG_LEVEL == 4
 
 template <int PANELS, class Meanwhile>
@@ -1628,14 +1646,22 @@ INLINE void multiply_tiles(const uint8_t* left, int64_t row, int64_t rows, const
         if (PANELS > 3) _tile_stored(3, sums + 48, width * 4);
     }
 }
+template <int PANELS>
+NOT_INLINE void multiply_panels(const uint8_t* left, int64_t row, int64_t rows, const Right& right, const int32_t* base,
+                            int32_t* sums, int64_t width) {
+    multiply_tiles<PANELS>(left, row, rows, right.data, right.panel, right.lines / 16, base, sums, width, Nothing{});
+}
 template <class Meanwhile>
 INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, const Right& right, int64_t panels,
                            const int32_t* base, int32_t* sums, int64_t width, Meanwhile meanwhile) {
     const int64_t steps = right.lines / 16;
-    if (panels == 4) multiply_tiles<4>(left, row, rows, right.data, right.panel, steps, base, sums, width, meanwhile);
-    if (panels == 3) multiply_tiles<3>(left, row, rows, right.data, right.panel, steps, base, sums, width, meanwhile);
-    if (panels == 2) multiply_tiles<2>(left, row, rows, right.data, right.panel, steps, base, sums, width, meanwhile);
-    if (panels == 1) multiply_tiles<1>(left, row, rows, right.data, right.panel, steps, base, sums, width, meanwhile);
+    if (panels == 4)
+        return multiply_tiles<4>(left, row, rows, right.data, right.panel, steps, base, sums, width, meanwhile);
+    // Only the last columns have fewer panels, so nothing is interleaved there: that code would be large.
+    meanwhile(0, 1);
+    if (panels == 3) multiply_panels<3>(left, row, rows, right, base, sums, width);
+    if (panels == 2) multiply_panels<2>(left, row, rows, right, base, sums, width);
+    if (panels == 1) multiply_panels<1>(left, row, rows, right, base, sums, width);
 }
 
 #elif ADALOG_LEVEL == 3
@@ -1933,10 +1959,6 @@ struct Left {  // rows of bytes that can be read up to a multiple of 64 terms an
     int64_t row;
 };
 
-struct Nothing {
-    void operator()(int64_t, int64_t) const {}
-};
-
 INLINE int32_t sum_of(const uint8_t* bytes, int64_t count) {
     int64_t i = 0;
     int32_t sum = 0;
@@ -2081,7 +2103,8 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
         auto finish_part = [&](int64_t part, int64_t parts) INLINE_LAMBDA {
             const uint32_t each = uint32_t(done_rows), from = each * uint32_t(part) / uint32_t(parts);
             const uint32_t to = each * uint32_t(part + 1) / uint32_t(parts);
-            finisher.rows(first, done_row + from, first, to - from, columns, done + from * QUAD * PANEL, QUAD * PANEL);
+            const int32_t* at = done + from * QUAD * PANEL;
+            finisher.rows_within(first, done_row + from, first, to - from, columns, at, QUAD * PANEL);
         };
         for (int64_t row = begin; row < end; row += AT_ONCE) {
             const int64_t rows = std::min<int64_t>(AT_ONCE, end - row);
@@ -2096,7 +2119,7 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
             multiply(left, rows, weights.terms, right, 0, panels, sums, QUAD * PANEL, memory.row_sums + row - begin, finish_part);
             std::swap(sums, done), done_row = row, done_rows = rows;
         }
-        finish_part(0, 1);
+        finisher.rows(first, done_row, first, done_rows, columns, done, QUAD * PANEL);
     });
 }
 

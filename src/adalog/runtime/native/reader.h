@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <clocale>
 #include <cmath>
 #include <cstdarg>
 #include <cstdint>
@@ -200,15 +201,13 @@ private:
             return;
         }
         node.kind = Json::REAL;
-#ifdef __cpp_lib_to_chars
-        const auto done = std::from_chars(start, at_, node.real);
-        const bool good = done.ec == std::errc() && done.ptr == at_;
-#else  // strtod needs an end, and the decimal point of the locale "C", which programs have unless they change it
-        const std::string copy(start, at_);
+        // std::from_chars of reals would add 70 kB to a program. strtod needs an end, and the decimal point of the locale.
+        std::string copy(start, at_);
+        const size_t point = copy.find('.');
+        if (point != std::string::npos) copy.replace(point, 1, std::localeconv()->decimal_point);
         char* end = nullptr;
         node.real = std::strtod(copy.c_str(), &end);
         const bool good = end == copy.c_str() + copy.size();
-#endif
         check(good && std::isfinite(node.real), "its JSON has a number that is out of range");
     }
 
