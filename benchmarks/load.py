@@ -1,10 +1,12 @@
 """Measure how long a fresh process needs until an artifact returns its first output, and how much memory it takes.
 
     python benchmarks/load.py [--model timm:deit_small_patch16_224 demo] [--bits w4a4] [--repeats 7]
-        [--json F] [--work DIR]
+        [--program build/classify/classify] [--json F] [--work DIR]
 
-The script compares four ways to run the artifact:
+The script compares these ways to run the artifact:
 
+- c: `examples/c/classify.c`, if --program names it, built as docs/how-to/run-in-c.md says for one small file. Its
+  ready_seconds include the first output, because it prints only one.
 - run: `adalog.run.load` without PyTorch, with the artifact as a pack.
 - native: `adalog.load(...).compile("native", batch=1)`.
 - onnxruntime: the artifact as `adalog export` writes it, if ONNX Runtime is installed.
@@ -36,6 +38,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from adalog import export, load
@@ -64,6 +67,7 @@ name = session.get_inputs()[0].name
 model = lambda images: session.run(None, {name: images})
 """,
 }
+_TO_NOWHERE = (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)
 _END = """
 import json, time
 clock = [time.process_time()]
@@ -96,7 +100,21 @@ def measured(ways: Sequence[str], file: Path, shape: Sequence[int], repeats: int
     return rows
 
 
-def rows_of(model: str, bits: str, repeats: int, work: Path) -> dict[str, Any]:
+def measured_program(program: Path, pack: Path, shape: Sequence[int], repeats: int) -> dict[str, float]:
+    """Run the C program on an image of noise in new processes, and return its median seconds and bytes."""
+    image = pack.with_suffix(".raw")
+    np.random.default_rng(0).standard_normal(shape, dtype=np.float32).tofile(image)
+    found: list[tuple[float, int]] = []
+    for _ in range(repeats):
+        child = os.posix_spawn(program, [program, pack, image], os.environ, file_actions=[_TO_NOWHERE])
+        _, status, used = os.wait4(child, 0)
+        assert status == 0
+        found.append((used.ru_utime + used.ru_stime, used.ru_maxrss * 1024))
+    seconds, peak = map(median, zip(*found, strict=True))
+    return {"ready_seconds": seconds, "peak_bytes": peak}
+
+
+def rows_of(model: str, bits: str, repeats: int, work: Path, program: Path | None) -> dict[str, Any]:
     """Return the measurements of one model, and the ratios to `run`."""
     file = work / f"{model.rpartition(':')[2]}-{bits}-{source_hash()}.safetensors"
     quantized(load_case(model, pretrained=False), bits, file)
@@ -109,6 +127,8 @@ def rows_of(model: str, bits: str, repeats: int, work: Path) -> dict[str, Any]:
         file.with_suffix(".onnx").write_bytes(export.to_onnx(loaded.quantized, "mixed", ""))
     rows = measured(ways, file, (1, *loaded.example[0].shape[1:]), repeats)
     ratios = {way: rows[way]["ready_seconds"] / rows["run"]["ready_seconds"] for way in ways if way != "run"}
+    if program:
+        rows["c"] = measured_program(program, pack, loaded.example[0].shape[1:], repeats)
     bytes_of = {"artifact_bytes": file.stat().st_size, "pack_bytes": pack.stat().st_size}
     return {"model": model, "bits": bits, **bytes_of, "ways": rows, "ratios": ratios}
 
@@ -118,16 +138,21 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", nargs="+", default=["timm:deit_small_patch16_224", "demo"])
     parser.add_argument("--bits", default="w4a4")
     parser.add_argument("--repeats", type=int, default=7, help="number of processes for each way")
+    parser.add_argument("--program", type=Path, help="the program that examples/c builds")
     parser.add_argument("--json", type=Path, help="file to write instead of benchmarks/results/load.json")
     parser.add_argument("--work", type=Path, help="folder that keeps the files for later runs")
     asked = parser.parse_args(given)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        rows = [rows_of(model, asked.bits, asked.repeats, asked.work or Path(folder)) for model in asked.model]
+        rows = [
+            rows_of(model, asked.bits, asked.repeats, asked.work or Path(folder), asked.program)
+            for model in asked.model
+        ]
     here = {**machine(), **({"onnxruntime": found} if (found := version_of("onnxruntime")) else {})}
     load_now = [round(value, 2) for value in os.getloadavg()]
+    program = {"program_bytes": asked.program.stat().st_size} if asked.program else {}
     publish(
-        {"rows": rows, "threads": 1, "load": load_now, "seed": SEED, "machine": here},
+        {"rows": rows, **program, "threads": 1, "load": load_now, "seed": SEED, "machine": here},
         asked.json or RESULTS / "load.json",
     )
 

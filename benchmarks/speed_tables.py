@@ -180,6 +180,7 @@ def load_table() -> str:
     """Return how long a fresh process takes until a model has given its first output."""
     result = read("load")
     ways = {
+        "c": "**a C program**",
         "run": "**`adalog.run`**",
         "native": "`native`, with PyTorch",
         "onnxruntime": "ONNX Runtime, the artifact exported",
@@ -189,11 +190,14 @@ def load_table() -> str:
     for row in result["rows"]:
         for way in (way for way in ways if way in row["ways"]):
             cost = row["ways"][way]
-            first = "" if way == "numpy" else f"{cost['first_seconds']:.3f}"
+            first = "" if way in ("c", "numpy") else f"{cost['first_seconds']:.3f}"
             cells = [name_model(row["model"]), ways[way], f"{cost['ready_seconds']:.3f}", first]
             lines.append([*cells, f"{cost['peak_bytes'] / 2**20:.0f}"])
     heads = ["model", "", "ready [CPU s]", "first output [CPU s]", "memory [MiB]"]
-    note = "Fresh processes that start, load and run one image on one thread, interleaved; medians."
+    note = (
+        "Fresh processes that start, load and run one image on one thread; medians. The C program is `examples/c` "
+        f"as one static file of {result['program_bytes'] / 1e6:.2f} MB; its first column includes the first output."
+    )
     return f"{markdown_table(heads, lines)}\n\n{note} {source('load')}"
 
 

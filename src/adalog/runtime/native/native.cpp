@@ -742,9 +742,9 @@ API Weights* adalog_weights(const uint8_t* codes, const int32_t* zero, int64_t c
                 // Each turn stores a group of four terms. Padded terms must be zero after the middle is subtracted.
                 for (int64_t line = 0, t = 0; line < w.lines; line++, t += GROUP) {
                     uint32_t four = middles;
-                    const int64_t there = std::clamp<int64_t>(terms - t, 0, GROUP);
-                    if (there == GROUP) std::memcpy(&four, codes + column * terms + t, GROUP);
-                    else std::memcpy(&four, codes + column * terms + t, there);
+                    const int64_t from = std::min(t, terms), there = std::min<int64_t>(terms - from, GROUP);
+                    if (there == GROUP) std::memcpy(&four, codes + column * terms + from, GROUP);
+                    else std::memcpy(&four, codes + column * terms + from, there);
                     const uint32_t pairs = (four & 0x00ff00ffu) + (four >> 8 & 0x00ff00ffu);
                     sum += (pairs * 0x00010001u) >> 16;
                     if (w.halves) {
@@ -1599,13 +1599,13 @@ INLINE void finishing(const Output& out, Body body) {
 
 // --- products ------------------------------------------------------------------------------------------------------------
 
-// sums (rows, 16 panels) = left (rows, terms) times right, plus base, or plus the old sums if base is null. The rows of
-// the left operand are `row` bytes apart, and each can be read up to the padded terms of the right operand. AMX reads and
-// writes multiples of 16 rows. meanwhile(i, n) does part i of n of other work between the products.
 struct Nothing {
     void operator()(int64_t, int64_t) const {}
 };
 
+// sums (rows, 16 panels) = left (rows, terms) times right, plus base, or plus the old sums if base is null. The rows of
+// the left operand are `row` bytes apart, and each can be read up to the padded terms of the right operand. AMX reads and
+// writes multiples of 16 rows. meanwhile(i, n) does part i of n of other work between the products.
 #if ADALOG_LEVEL == 4
 
 template <int PANELS, class Meanwhile>
