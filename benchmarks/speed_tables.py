@@ -327,7 +327,21 @@ def web_table() -> str:
         f"adalog's module has {sum(result['module_bytes'].values()) / 1e3:.0f} kB. Node.js "
         f"{result['versions']['node']}, onnxruntime-web {result['versions']['onnxruntime-web']}. {source('web')}"
     )
-    return f"{markdown_table(['model', 'engine', 'ms', 'of float32'], lines)}\n\n{note}"
+    table = f"{markdown_table(['model', 'engine', 'ms', 'of float32'], lines)}\n\n{note}"
+    if not result.get("pages"):
+        return table
+    pages = []
+    for model, page in result["pages"].items():
+        cells = [name_model(model), page["bits"].upper(), f"{page['bytes'] / 1e6:.2f}"]
+        times = [f"{page['first_answer']['median']:.0f}", f"{page['answer']:.1f}"]
+        pages.append([*cells, *times, f"{page['same_class']} of {page['pictures']}"])
+    heads = ["model", "bits", "pack [MB]", "first answer [ms]", "next answers [ms]", "same class"]
+    note = (
+        "The example page in headless Chromium. First answer: from the navigation, in a new browser with an empty "
+        "profile, which gets a picture when the page has loaded; a server on the same machine. Same class: pictures "
+        "whose first class is also the one of `adalog.run`, with Pillow's pixels. Medians."
+    )
+    return f"{table}\n\n{markdown_table(heads, pages)}\n\n{note}"
 
 
 def executorch_table() -> str:

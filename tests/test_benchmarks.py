@@ -356,8 +356,12 @@ def test_limits(tiny_demo, result_of, monkeypatch):
 def test_load(tiny_demo, result_of, monkeypatch):
     monkeypatch.delitem(load._WAYS, "native")
     monkeypatch.setattr(load, "find_spec", lambda package: None)
-    (row,) = result_of(load, "--model", "demo", "--repeats", 1)["rows"]
+    program = shutil.which("true")
+    result = result_of(load, "--model", "demo", "--repeats", 1, "--program", program)
+    (row,) = result["rows"]
     assert row["ratios"].keys() == {"numpy"}
+    assert row["ways"]["c"]["peak_bytes"] > 0
+    assert result["program_bytes"] == Path(program).stat().st_size
     assert row["ways"]["run"]["ready_seconds"] > 0
 
 

@@ -1,12 +1,13 @@
 """Reports in a real browser: sort, filter, hover, links, comparison, what is hostile; skipped where there is none."""
 
+from benchmarks.browser import Browser, find
+
 import json
 
 import pytest
 
 from adalog import artifact
 from adalog.report import comparison, examine, report
-from browser import Browser, find
 from problems_report import HOSTILE, hostile, subject_of
 
 pytestmark = [

@@ -1,13 +1,12 @@
 """The module for browsers, in Node.js and in a browser. All is skipped if Emscripten, CMake or Node.js is missing."""
 
+from benchmarks.browser import Browser, example_site, find, served
+
 import dataclasses
-import functools
-import http.server
 import json
 import shutil
 import struct
 import subprocess
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from PIL import Image
 import adalog.run
 from adalog import Calibration, Config, Preprocessing, Search, demo, library
 from adalog.export import to_pack
-from browser import Browser, find
 from recorded_kernels import Recorder, run_model, run_products
 from test_native_model import HOSTILE, changed, mutants
 
@@ -191,39 +189,13 @@ def test_mutated_packs(built, file):
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
-class Handler(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture(scope="module")
 def site(built, file, tmp_path_factory):
     """The folder and the address of the example, with a pack that it opens by default."""
-    folder = tmp_path_factory.mktemp("site") / "site"
-    shutil.copytree(ROOT / "examples" / "web", folder)
-    for each in (built / "adalog.mjs", built / "adalog.wasm", file):
-        shutil.copy(each, folder)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder)) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield folder, f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
-        thread.join()
-
-
-def wait(browser, expression):
-    """Wait until an expression is true, for at most 30 seconds."""
-    late = "setTimeout(() => done(false), 3e4)"
-    look = f"const look = () => (({expression}) ? done(true) : setTimeout(look, 20)); look()"
-    assert browser.value(f"new Promise((done) => {{ {late}; {look} }})")
-
-
-def drop(browser, name):
-    """Drop a file of the site on the page."""
-    transfer = f"const dataTransfer = new DataTransfer(); dataTransfer.items.add(new File([blob], '{name}'))"
-    event = "new DragEvent('drop', { dataTransfer, cancelable: true })"
-    dropped = f"(blob) => {{ {transfer}; document.dispatchEvent({event}); }}"
-    browser.value(f"fetch('{name}').then((read) => read.blob()).then({dropped})")
+    folder = example_site(built, tmp_path_factory.mktemp("site") / "site")
+    shutil.copy(file, folder)
+    with served(folder) as address:
+        yield folder, address
 
 
 @pytest.mark.skipif(find() is None, reason="no Chromium here: the Debian package chromium has one")
@@ -243,23 +215,66 @@ def test_the_page(built, file, site, tmp_path):
     browser = Browser(tmp_path)
     try:
         browser.open(address)
-        wait(browser, f"{model}.includes('MB')")
+        browser.wait(f"{model}.includes('MB')")
         size = file.stat().st_size / 1e6
         assert f"model.adalog: {size:.1f} MB, w" in browser.value(model)
-        drop(browser, "picture.png")
-        wait(browser, f"{rows}.length || {error}")
+        browser.drop("picture.png")
+        browser.wait(f"{rows}.length || {error}")
         assert browser.value(error) == ""
         shown = browser.value(rows)
         assert [name for name, _ in shown] == [f"class {number} ß" for number in best]
         assert [float(share[:-2]) for _, share in shown] == pytest.approx(100 * softmax(logits)[best], abs=0.1)
-        drop(browser, "other.adalog")
-        wait(browser, f"{model}.includes('other.adalog')")
-        drop(browser, "picture.png")
-        wait(browser, f"{rows}.length && {rows}[0][0] === 'class {best[0]}'")
-        drop(browser, "hostile.adalog")
-        wait(browser, f"{error} !== ''")
+        browser.drop("other.adalog")
+        browser.wait(f"{model}.includes('other.adalog')")
+        browser.drop("picture.png")
+        browser.wait(f"{rows}.length && {rows}[0][0] === 'class {best[0]}'")
+        browser.drop("hostile.adalog")
+        browser.wait(f"{error} !== ''")
         assert refusal in browser.value(error)
         assert all(each.startswith((address, "blob:", "data:")) for each in browser.asked)
+        assert browser.messages == []
+    finally:
+        browser.close()
+
+
+@pytest.mark.skipif(find() is None, reason="no Chromium here: the Debian package chromium has one")
+def test_the_page_with_a_thousand_classes(built, site, tmp_path):
+    """The page takes a pack with as many classes as ImageNet has, and pictures of other sizes and formats."""
+    folder, address = site
+    generator = torch.Generator().manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 8, 8), torch.nn.Flatten(), torch.nn.Linear(256, 1000)).eval()
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) / 8
+    config = dataclasses.replace(Config.preset("w8a8", "minmax"), images=4)
+    images = torch.randn(4, 3, 32, 32, generator=generator)
+    Calibration(model, images).quantize(config).save(tmp_path / "thousand.safetensors")
+    preprocessing = Preprocessing(size=(32, 32), resize=32)
+    names = [f"name {number}, or ß" for number in range(1000)]
+    pack = to_pack(tmp_path / "thousand.safetensors", (1,), dataclasses.asdict(preprocessing), names)
+    (folder / "thousand.adalog").write_bytes(pack)
+    pixels = np.random.default_rng(1).integers(0, 256, (32, 32, 3), np.uint8)
+    Image.fromarray(pixels).save(folder / "fits.png")
+    Image.fromarray(pixels).resize((90, 70)).save(folder / "wide.jpg")
+    image = preprocessing(Image.fromarray(pixels)).numpy()
+    best = np.argsort(-adalog.run.load(folder / "thousand.adalog")(image[None])[0])[:5]
+    rows = "[...document.querySelectorAll('tbody tr')].map((row) => row.cells[0].textContent)"
+    model_line, error, time = (f"document.getElementById('{name}').textContent" for name in ("model", "error", "time"))
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser.open(address)
+        browser.drop("thousand.adalog")
+        browser.wait(f"{model_line}.includes('thousand.adalog')")
+        assert f"{len(pack) / 1e6:.1f} MB, w8a8" in browser.value(model_line)
+        browser.drop("fits.png")
+        browser.wait(f"{rows}.length || {error}")
+        assert browser.value(error) == ""
+        assert browser.value(rows) == [names[number] for number in best]
+        assert float(browser.value(time).removesuffix(" ms")) >= 0
+        browser.value("document.querySelector('tbody').replaceChildren()")
+        browser.drop("wide.jpg")
+        browser.wait(f"{rows}.length || {error}")
+        assert browser.value(error) == ""
+        assert set(browser.value(rows)) <= set(names)
         assert browser.messages == []
     finally:
         browser.close()

@@ -1,10 +1,18 @@
-"""A headless Chromium, driven over a pipe by its DevTools protocol, with what Python brings."""
+"""A headless Chromium, driven over a pipe by its DevTools protocol, and the example page that it opens."""
 
+import functools
+import http.server
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "web"
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = [
@@ -101,8 +109,49 @@ class Browser:
         assert "exceptionDetails" not in told, told
         return told["result"].get("value")
 
+    def wait(self, expression):
+        """Wait until a JavaScript expression is true, for at most 30 seconds. Returns milliseconds since navigation."""
+        late = "setTimeout(() => done(0), 3e4)"
+        look = f"const look = () => (({expression}) ? done(performance.now()) : setTimeout(look, 5)); look()"
+        elapsed = self.value(f"new Promise((done) => {{ {late}; {look} }})")
+        assert elapsed, f"not true within 30 seconds: {expression}"
+        return elapsed
+
+    def drop(self, name):
+        """Drop a file of the page's own site on the page."""
+        transfer = f"const dataTransfer = new DataTransfer(); dataTransfer.items.add(new File([blob], '{name}'))"
+        event = "new DragEvent('drop', { dataTransfer, cancelable: true })"
+        dropped = f"(blob) => {{ {transfer}; document.dispatchEvent({event}); }}"
+        self.value(f"fetch('{name}').then((read) => read.blob()).then({dropped})")
+
     def close(self):
         os.close(self._send)
         self._process.terminate()
         self._process.wait(20)
         os.close(self._receive)
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serve a folder over HTTP, and return its address."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=folder)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def example_site(module: Path, folder: Path) -> Path:
+    """Copy the example page and the module that CMake built to a new folder, and return the folder."""
+    shutil.copytree(EXAMPLE, folder)
+    for name in ("adalog.mjs", "adalog.wasm"):
+        shutil.copy(module / name, folder)
+    return folder
