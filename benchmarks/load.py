@@ -67,7 +67,6 @@ name = session.get_inputs()[0].name
 model = lambda images: session.run(None, {name: images})
 """,
 }
-_TO_NOWHERE = (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)
 _END = """
 import json, time
 clock = [time.process_time()]
@@ -79,6 +78,15 @@ for _ in range(2):
 lines = open("/proc/self/status").read().splitlines()
 peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 print(json.dumps([clock[0], clock[2] - clock[1], clock[3] - clock[2], peak]))
+"""
+# Runs a program. It starts from a small process, because the kernel counts the memory of its parent as its peak too.
+_SPAWN = """
+import os, sys
+actions = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
+child = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, file_actions=actions)
+_, status, used = os.wait4(child, 0)
+assert status == 0
+print([used.ru_utime + used.ru_stime, used.ru_maxrss * 1024])
 """
 
 
@@ -104,13 +112,9 @@ def measured_program(program: Path, pack: Path, shape: Sequence[int], repeats: i
     """Run the C program on an image of noise in new processes, and return its median seconds and bytes."""
     image = pack.with_suffix(".raw")
     np.random.default_rng(0).standard_normal(shape, dtype=np.float32).tofile(image)
-    found: list[tuple[float, int]] = []
-    for _ in range(repeats):
-        child = os.posix_spawn(program, [program, pack, image], os.environ, file_actions=[_TO_NOWHERE])
-        _, status, used = os.wait4(child, 0)
-        assert status == 0
-        found.append((used.ru_utime + used.ru_stime, used.ru_maxrss * 1024))
-    seconds, peak = map(median, zip(*found, strict=True))
+    command = [sys.executable, "-I", "-S", "-c", _SPAWN, program.resolve(), pack, image]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(repeats)]
+    seconds, peak = map(median, zip(*map(json.loads, runs), strict=True))
     return {"ready_seconds": seconds, "peak_bytes": peak}
 
 

@@ -3,8 +3,9 @@
 //     node web.mjs BUILT run PACK LEVEL < images > outputs    runs all images in one call
 //     node web.mjs BUILT describe PACK LEVEL                  prints the description as JSON
 //     node web.mjs BUILT open MEMORY < packs                  opens and runs many packs, as tests/pack.c does
+//     node web.mjs BUILT prepare PACK WIDTH HEIGHT < picture > image    prepares a picture, given as RGBA bytes
 //
-// The last form prints a line for each pack: the message of its error, or nothing. BUILT: the folder of the module.
+// The form with `open` prints a line for each pack: the message of its error, or nothing. BUILT: the folder of the module.
 import { readFileSync, writeFileSync } from "node:fs";
 import { pathToFileURL } from "node:url";
 
@@ -20,6 +21,15 @@ if (command === "run") {
   model.close();
 } else if (command === "describe") {
   console.log(JSON.stringify(await load(readFileSync(rest[0]), { level: rest[1] })));
+} else if (command === "prepare") {
+  const model = await load(rest[0]);
+  const [width, height] = [Number(rest[1]), Number(rest[2])];
+  const data = readFileSync(0);
+  globalThis.OffscreenCanvas = class {
+    getContext = () => ({ fillRect() {}, drawImage() {}, getImageData: () => ({ data }) });
+  };
+  const { prepare } = await import(new URL("../examples/web/prepare.mjs", import.meta.url));
+  writeFileSync(1, new Uint8Array(prepare({ width, height }, model.preprocessing).buffer));
 } else {
   const packs = readFileSync(0);
   for (let at = 0; at < packs.length; ) {
