@@ -327,21 +327,24 @@ def web_table() -> str:
         f"adalog's module has {sum(result['module_bytes'].values()) / 1e3:.0f} kB. Node.js "
         f"{result['versions']['node']}, onnxruntime-web {result['versions']['onnxruntime-web']}. {source('web')}"
     )
-    table = f"{markdown_table(['model', 'engine', 'ms', 'of float32'], lines)}\n\n{note}"
-    if not result.get("pages"):
-        return table
-    pages = []
-    for model, page in result["pages"].items():
-        cells = [name_model(model), page["bits"].upper(), f"{page['bytes'] / 1e6:.2f}"]
-        times = [f"{page['first_answer']['median']:.0f}", f"{page['answer']:.1f}"]
-        pages.append([*cells, *times, f"{page['same_class']} of {page['pictures']}"])
+    return f"{markdown_table(['model', 'engine', 'ms', 'of float32'], lines)}\n\n{note}"
+
+
+def page_table() -> str:
+    """Return the times of the example page in a browser."""
+    result, lines = read("page"), []
+    for row in result["rows"]:
+        cells = [name_model(row["model"]), row["bits"].upper(), f"{row['bytes'] / 1e6:.2f}"]
+        times = [f"{row['first_answer']['median']:.0f}", f"{row['answer']:.1f}"]
+        lines.append([*cells, *times, f"{row['same_class']} of {row['pictures']}"])
     heads = ["model", "bits", "pack [MB]", "first answer [ms]", "next answers [ms]", "same class"]
     note = (
-        "The example page in headless Chromium. First answer: from the navigation, in a new browser with an empty "
-        "profile, which gets a picture when the page has loaded; a server on the same machine. Same class: pictures "
-        "whose first class is also the one of `adalog.run`, with Pillow's pixels. Medians."
+        "First answer: from the navigation to the class, medians of new browsers with an empty profile, which get a "
+        "picture when the page has loaded. A server on the same machine serves the files. Same class: pictures whose "
+        f"first class is also that of `adalog.run`. The machine's load average was {result['load'][0]:.1f}. "
+        f"{source('page')}"
     )
-    return f"{table}\n\n{markdown_table(heads, pages)}\n\n{note}"
+    return f"{markdown_table(heads, lines)}\n\n{note}"
 
 
 def executorch_table() -> str:

@@ -53,6 +53,7 @@ TABLES = (
     ("docs/benchmarks/speed.md", "ranks table", speed_tables.ranks_table),
     ("docs/how-to/run-on-a-gpu.md", "gpu table", speed_tables.gpu_table),
     ("docs/how-to/run-in-the-browser.md", "web table", speed_tables.web_table),
+    ("docs/how-to/run-in-the-browser.md", "page table", speed_tables.page_table),
     ("docs/how-to/run-on-a-phone.md", "engines table", accuracy_tables.engines_table),
     ("docs/how-to/run-on-a-phone.md", "executorch table", speed_tables.executorch_table),
     ("docs/benchmarks/executors.md", "executors table", speed_tables.executors_table),

@@ -17,6 +17,7 @@ from benchmarks import (
     limits,
     load,
     measure,
+    page,
     publish,
     realbench,
     reconstruct,
@@ -32,6 +33,7 @@ from benchmarks import (
 )
 from benchmarks import demo as demo_benchmark
 from benchmarks import search as search_benchmark
+from benchmarks.browser import find
 from benchmarks.roof import Roofs
 
 import json
@@ -385,6 +387,24 @@ def test_web(tiny_demo, result_of, tmp_path):
     found = result["models"]["demo"]
     assert found["milliseconds"].keys() == {"wasm w4a4", "scalar w4a4", "onnxruntime-web float32"}
     assert found["bytes"].keys() == {"w4a4", "onnxruntime-web float32"}
+
+
+@needs_kernels
+@pytest.mark.skipif(find() is None, reason="no Chromium here: the Debian package chromium has one")
+def test_page(tiny_demo, result_of, tmp_path):
+    """A stand-in for the module answers at once: tests/test_web.py runs the real one."""
+    wants = {"width": 32, "height": 32, "resizeWidth": 32, "resizeHeight": 32, "fit": "stretch", "position": "center"}
+    wants |= {"interpolation": "bilinear", "channels": "rgb", "rescale": 1, "mean": [0, 0, 0], "std": [1, 1, 1]}
+    model = {"inputs": [{"shape": [3, 32, 32]}], "outputs": [{"shape": [10]}], "preprocessing": wants, "bits": "w4a4"}
+    (tmp_path / "adalog.wasm").write_bytes(b"four")
+    (tmp_path / "adalog.mjs").write_text(
+        "const run = () => new Float32Array(10);"
+        f"export const load = async () => ({{ ...{json.dumps(model)}, run, close() {{}} }});"
+    )
+    (row,) = result_of(page, "--module", tmp_path, "--pictures", 3, "--visits", 2)["rows"]
+    assert (row["model"], row["pictures"]) == ("demo", 3)
+    assert row["first_answer"]["least"] > 0
+    assert speed_tables.page_table()
 
 
 @pytest.fixture
