@@ -349,24 +349,26 @@ def page_table() -> str:
 
 def executorch_table() -> str:
     """Return the times of ExecuTorch files beside ExecuTorch's float32, and what their certificates say."""
-    result = read("executorch")
-    plain = next(row for row in result["rows"] if row["bits"] == "fp32")
-    lines = []
-    for row in result["rows"]:
+    names = [name for name in ("executorch", "executorch-w4a8") if exists(name)]
+    result, lines, certified, quantized = read("executorch"), [], 0, 0
+    for row in (row for name in names for row in read(name)["rows"]):
         ours = "native_cpu_ms" in row
+        if not ours:
+            plain = row  # the float32 of the same run comes first
+        quantized, certified = quantized + ours, certified + row.get("passed", False)
         lines.append([row["bits"].upper(), f"{row['cpu_ms']:.1f}", f"{row['cpu_ms'] / plain['cpu_ms']:.2f}"])
         lines[-1] += [f"{row['native_cpu_ms']:.1f}" if ours else "", f"{row['bytes'] / 1e6:.2f}"]
         lines[-1] += [f"{row['argmax_changed']} of {result['images']}" if ours else ""]
         lines[-1] += [f"{row['error']['median']:.1e}" if ours else "", f"{row['own_error']:.1e}" if ours else ""]
         lines[-1] += [f"{100 * row['top1']:.1f} %"]
     heads = ["bits", "CPU [ms]", "of float32", "adalog's kernels [ms]", "file [MB]", "other predictions"]
-    certified = sum(row.get("passed", False) for row in result["rows"])
     note = (
-        f"{result['model']}, method {result['method']}, one image on one thread, all ways in turn in one run. CPU: the "
-        "median CPU time in ExecuTorch. Other predictions: images whose largest output differs from the artifact's. "
+        f"{result['model']}, method {result['method']}, one image on one thread. The rows below each FP32 are of the "
+        "same run, with all ways in turn. CPU: the median CPU time in ExecuTorch. Other predictions: images whose "
+        "largest output differs from the artifact's. "
         "Median error: of the outputs, relative to the artifact's. Own error: the artifact's, if its inputs move by a "
-        f"millionth. {certified} of {len(lines) - 1} certificates passed. ExecuTorch "
-        f"{result['machine']['executorch']}. {source('executorch')}"
+        f"millionth. {certified} of {quantized} certificates passed. ExecuTorch "
+        f"{result['machine']['executorch']}. {source(*names)}"
     )
     return f"{markdown_table([*heads, 'median error', 'own error', 'top-1'], lines)}\n\n{note}"
 
