@@ -43,7 +43,7 @@ def load_case(spec: str, options: argparse.Namespace, folder: Path) -> tuple[Pat
     """Write a model's pack, and return it with its preprocessing and the pictures to classify."""
     artifact = (options.work or folder) / f"{spec.partition(':')[0]}-page-{options.bits}.safetensors"
     if spec == "demo":
-        preprocessing = zoo.load_model("demo", pretrained=True).prepared
+        preprocessing = zoo.load_model("demo", pretrained=True).rgb_preprocessing
         if not artifact.exists():
             images = demo.calibration_images()[:32]
             Calibration(demo.load_model(), images, seed=SEED).quantize(Config.preset(options.bits)).save(artifact)
