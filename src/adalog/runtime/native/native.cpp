@@ -2133,24 +2133,34 @@ Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t
     const int64_t panel = memory.lines * LINE;
     std::memset(memory.data, 0, memory.panels * panel);
     if (side.transposed) {
-        int64_t c = 0;
-#if ADALOG_WIDE
-        // Packs four terms of 16 columns at once.
-        const I places = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-                                            set(int32_t(side.row)));
-        for (; side.row < 1 << 26 && terms % GROUP == 0 && c < columns; c += PANEL) {
-            const __mmask16 there = columns - c < PANEL ? __mmask16((1u << (columns - c)) - 1) : __mmask16(-1);
-            for (int64_t g = 0; g < terms / GROUP; g++) {
-                I four = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), there, places, data + c * side.row + g * GROUP, 1);
-                four = _mm512_maskz_mov_epi32(there, _mm512_sub_epi8(four, _mm512_set1_epi8(char(m))));
-                _mm512_storeu_si512(memory.data + c / PANEL * panel + g * LINE, four);
+        int64_t whole = 0, packed = 0;  // columns and their terms that are packed
+#if ADALOG_WIDE || ADALOG_YMM
+        // Packs 16 terms of four columns at once. Groups of four terms move together.
+        whole = columns / 4 * 4, packed = terms / 16 * 16;
+        const __m128i middles = _mm_set1_epi8(char(m));
+        for (int64_t c = 0; c < whole; c += 4)
+            for (int64_t t = 0; t < packed; t += 16) {
+                __m128i column[4];
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) {
+                    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(data + (c + i) * side.row + t));
+                    column[i] = _mm_sub_epi8(codes, middles);
+                }
+                const __m128i low = _mm_unpacklo_epi32(column[0], column[1]), high = _mm_unpackhi_epi32(column[0], column[1]);
+                const __m128i more_low = _mm_unpacklo_epi32(column[2], column[3]);
+                const __m128i more_high = _mm_unpackhi_epi32(column[2], column[3]);
+                int8_t* to = memory.data + c / PANEL * panel + c % PANEL * GROUP + t / GROUP * LINE;
+                auto store_line = [&](int line, __m128i x) INLINE_LAMBDA {
+                    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + line * LINE), x);
+                };
+                store_line(0, _mm_unpacklo_epi64(low, more_low)), store_line(1, _mm_unpackhi_epi64(low, more_low));
+                store_line(2, _mm_unpacklo_epi64(high, more_high)), store_line(3, _mm_unpackhi_epi64(high, more_high));
             }
-        }
 #endif
-        for (; c < columns; c++) {
+        for (int64_t c = 0; c < columns; c++) {
             const uint8_t* from = data + c * side.row;
             int8_t* to = memory.data + c / PANEL * panel + c % PANEL * GROUP;
-            for (int64_t t = 0; t < terms; t++) to[t / GROUP * LINE + t % GROUP] = int8_t(from[t] - m);
+            for (int64_t t = c < whole ? packed : 0; t < terms; t++) to[t / GROUP * LINE + t % GROUP] = int8_t(from[t] - m);
         }
     } else {
         int64_t done = 0;
@@ -2300,6 +2310,10 @@ INLINE void softmax(const Attention& of, const Search<MOST>& search, int32_t* su
             top = most(score, top);
         });
         tops[r] = largest(top);
+    }
+    // In a loop of its own: the processor overlaps rows, as long as none waits for its own largest score.
+    for (int64_t r = 0; r < rows; r++) {
+        float* row = scores + r * width;
         F powers = set(0.0f);
         over(columns, [&](int64_t i, auto which) INLINE_LAMBDA {
             // Powers below 2^-126 make no difference to the sum, because the largest is 1, and are slow to add.
