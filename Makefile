@@ -15,8 +15,8 @@ OTHER_PROCESSOR := ATEN_CPU_CAPABILITY=default ADALOG_LEVEL=scalar
 OTHER_AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ADALOG_LEVEL=avx2
 OTHER_THREADS := OMP_NUM_THREADS=2
 OTHER_LIBRARY := ADALOG_NATIVE=/nonexistent
-# The modules whose results depend on how a processor rounds: a machine that is two of these at once, without vectors and
-# without a compiler, runs them in every `make test`.
+# The modules whose results depend on how a processor rounds. Every `make test` runs them on a machine that is two of
+# these at once, without vectors and without a compiler.
 ROUNDING := $(patsubst %,tests/test_%.py,assignment blockwise bounds convolution evolution fused golden gradients \
 	integer methods objective paper quantizers ranges released rewrite runtime scales strategies)
 

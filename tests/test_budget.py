@@ -359,7 +359,7 @@ def test_commands_from_rows_to_curves(place):
         (("sensitivity", "nothing"), "unknown model 'nothing': give"),
         (
             ("sensitivity", "demo", "--judged", 1000),
-            "has only 960 images besides the calibration images, but --judged is 1000",
+            "has only 960 images other than the calibration images, but --judged is 1000",
         ),
         (
             ("sensitivity", *GIVEN[:5], "--judged", 30),

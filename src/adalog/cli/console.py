@@ -95,7 +95,7 @@ def run(app: Callable[..., Any], command: str, shared: Sequence[str]) -> None:
     """Run the command line `app`; turn an error into one line on standard error and an exit code.
 
     command: the name of the command, or "" if there is none.
-    shared: commands that may run as several processes. Other commands fail before a process waits for the rest.
+    shared: commands that may run as several processes. Other commands fail before a process waits for the others.
     """
     torch.set_num_threads(1)  # adalog runs sites and batches in parallel instead, which scales better
     if sys.stdout is None:
@@ -198,7 +198,7 @@ def note(text: str) -> None:
 
 
 def say(*results: str | Table) -> None:
-    """Print results on standard output, each starting on a new line. Raises OutputError."""
+    """Print results on standard output, each starting on a new line. Raises StdoutError."""
     try:
         for result in results:
             if isinstance(result, str):
@@ -284,7 +284,7 @@ def check_unfinished(partial: Path, resume: bool) -> None:
 
 def remove_finished(partial: Path) -> None:
     """Remove the partial files of a run after its result has been written."""
-    job().meet()  # wait until the result is written and all ranks have sent theirs
+    job().meet()  # wait until the result is written and all ranks have sent their parts
     for file in _leftovers(partial):
         file.unlink(missing_ok=True)  # another rank may have removed it
 

@@ -183,7 +183,7 @@ def _calibrate(model: nn.Module, plans: Sequence[tuple[str, Config]], seed: int)
 
 
 def _configs_of_figure(plans: Sequence[tuple[str, Config]]) -> dict[str, Config]:
-    """Return the methods whose levels the figure shows, with their configs: those at the bits with the most methods."""
+    """Return the methods whose levels the figure shows, with their configs. All have the bits with the most methods."""
     # A correction does not change the levels.
     candidates = [plan for plan in plans if plan[0] in LEVEL_METHODS] or plans
     widths = [dict(of_bits) for _, of_bits in groupby(candidates, key=lambda plan: plan[1].bits)]

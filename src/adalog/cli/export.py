@@ -24,8 +24,8 @@ def command(
         str,
         typer.Option(
             help="Form of matrix products. mixed: on dequantized values, which engines run fast; integer: on integers; "
-            "qdq: QuantizeLinear and DequantizeLinear alone, as other compilers read them (artifacts of --method "
-            "symmetric at w8a8; also writes NAME.encodings.json)."
+            "qdq: only QuantizeLinear and DequantizeLinear, for other compilers (artifacts of --method symmetric at "
+            "w8a8; also writes NAME.encodings.json)."
         ),
     ] = "mixed",
     to: Annotated[
@@ -51,7 +51,7 @@ def command(
     suffix = _SUFFIXES.get(to)
     if suffix is not None and out.suffix != suffix:
         raise DataError(f"{out} does not end in {suffix}, as files for {to} do: give --out NAME{suffix}")
-    sidecar = _beside(out, form, to)
+    sidecar = _second_file(out, form, to)
     check_outputs(out, sidecar, json_out, reads=(file,))
     content = artifact.read(file)
     quantized = artifact.deserialise(content, str(file))
@@ -81,7 +81,7 @@ def command(
     emit_json({**record, "certificates": [certificate.json() for certificate in certificates]}, json_out)
 
 
-def _beside(out: Path, form: str, to: str) -> Path | None:
+def _second_file(out: Path, form: str, to: str) -> Path | None:
     """Return the second file that the command writes, or None."""
     if to == "openvino":
         return out.with_suffix(".bin")

@@ -47,7 +47,7 @@ JudgingDataOption = Annotated[
     Path | None,
     typer.Option(
         "--data",
-        help="Folder of images: some to calibrate on, others to measure losses on. demo has its own images.",
+        help="Folder of images: some to calibrate on, others to measure losses on. The model demo has its own images.",
     ),
 ]
 PartsOption = Annotated[

@@ -17,7 +17,7 @@ def command(
     file: Annotated[Path, typer.Argument(help="Artifact to pack, written by `adalog quantize`.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Pack to write.")] = Path("model.adalog"),
     batch: Annotated[
-        int, typer.Option(min=1, max=MAX_BATCH, help="Number of images that run at once, besides single images.")
+        int, typer.Option(min=1, max=MAX_BATCH, help="Number of images that run at once, in addition to single images.")
     ] = 8,
     classes: Annotated[
         Path | None, typer.Option(help="Text file with the name of one class per line, in the order of the outputs.")
@@ -26,8 +26,8 @@ def command(
 ) -> None:
     """Write a pack, which `adalog.run`, the C library and browsers run without PyTorch.
 
-    It holds the artifact and the calls of the compiled kernels.
-    The file also describes the inputs and outputs, the preparation of images, and the names of the classes.
+    The pack holds the artifact and the calls of the compiled kernels.
+    It also describes the inputs and outputs, the preparation of images, and the names of the classes.
     """
     check_outputs(out, json_out, reads=(file, *([classes] if classes else [])))
     names = None if classes is None else _read_names(classes)

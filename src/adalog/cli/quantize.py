@@ -48,7 +48,9 @@ def command(
     model: Annotated[str, typer.Argument(help=f"Model to quantize: {zoo.KINDS}; or a detector: {detection.KINDS}.")],
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder of images to calibrate on; labels are not needed. demo has its own images."),
+        typer.Option(
+            help="Folder of images to calibrate on; labels are not needed. The model demo has its own images."
+        ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Artifact to write, a safetensors file.")] = Path(
         "model.safetensors"
@@ -72,7 +74,7 @@ def command(
         typer.Option(
             "--pin",
             metavar="GLOB=BITS",
-            help="Use other bits for the sites whose name matches GLOB; `adalog inspect` lists the names. BITS is one "
+            help="Use other bits for the sites whose names match GLOB; `adalog inspect` lists the names. BITS is one "
             "number for all operands (32 means float), or names operands: w4a8, w4, a8s4, i4 (input image). Repeat the "
             "option for several globs.",
         ),

@@ -66,7 +66,7 @@ def command(
     models = [artifact.deserialise(content, str(path)) for path, content in zip(paths, contents, strict=True)]
     first = models[0]
     losses = None if sensitivity is None else read_sensitivity(sensitivity, first)
-    judged = None if evaluation is None else read_evaluation(evaluation, first)
+    evaluated = None if evaluation is None else read_evaluation(evaluation, first)
     timed = None if bench is None else read_bench(bench, hashlib.sha256(contents[0]).hexdigest())
     sample = None if other else sample_for(file, QuantizedModel(first), data, images or _IMAGES, seed, thread_count(0))
     if images is not None and sample is None:
@@ -78,7 +78,7 @@ def command(
             for path, content, model in zip(paths, contents, models, strict=True)
         ]
     if other is None:
-        page = report(subjects[0], sensitivity=losses, evaluation=judged, bench=timed)
+        page = report(subjects[0], sensitivity=losses, evaluation=evaluated, bench=timed)
     else:
         page = comparison(subjects[0], subjects[1], sensitivity=losses)
     files.write_whole(out, page)

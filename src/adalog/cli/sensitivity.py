@@ -1,4 +1,4 @@
-"""`adalog sensitivity`: measure the loss that each operand of a model causes alone, at each width."""
+"""`adalog sensitivity`: measure the loss of a model if only one operand is quantized, at each width."""
 
 import dataclasses
 from pathlib import Path

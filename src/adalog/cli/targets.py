@@ -40,7 +40,7 @@ def refuse_weights(target: str, no_pretrained: bool, checkpoint: Path | None) ->
 
 
 def find_calibration(target: str, data: Path | None, count: int, option: str | None = "--images") -> Tensor | ImageSet:
-    """Return the images to select `count` from: those of the folder `data`, or the bundled ones for the bundled model.
+    """Return the images to select `count` from: the folder `data`, or the bundled images for the bundled model.
 
     option: the option that sets the count, or None as in `check_count`. Raises DataError if there are fewer images.
     """
@@ -81,15 +81,15 @@ def find_judging(
 ) -> tuple[Tensor | ImageSet, Tensor | ImageSet]:
     """Select `needed` images to calibrate on, and `judged` other images to measure losses on.
 
-    The former are those that `quantize` selects with the same seed.
+    With the same seed, `quantize` selects the same images to calibrate on.
     """
     images = find_calibration(target, data, needed, None)
     if isinstance(images, Tensor) and needed <= len(images) < len(demo.unlabelled_images()):
         more = demo.unlabelled_images()[len(images) :]
         if judged > len(more):
             raise DataError(
-                f"{target} has only {len(more)} images besides the calibration images, but --judged is {judged}: give "
-                f"--judged {len(more)}, or fewer"
+                f"{target} has only {len(more)} images other than the calibration images, but --judged is {judged}: "
+                f"give --judged {len(more)}, or fewer"
             )
         return images[draw_indices(len(images), needed, seed)], more[draw_indices(len(more), judged, seed)]
     images = find_calibration(target, data, needed + judged, None)
@@ -139,7 +139,7 @@ def recorded_preprocessing(file: Path, provenance: Mapping[str, Any]) -> Preproc
 
 
 def find_preprocessing(file: Path, quantized: QuantizedModel, loaded: zoo.LoadedModel | None) -> Preprocessing:
-    """Return the preprocessing that an artifact records, or else that of its full-precision model.
+    """Return the preprocessing that an artifact records, or else the preprocessing of its full-precision model.
 
     Raises DataError if there is neither, or if either does not fit the artifact's inputs.
     """
