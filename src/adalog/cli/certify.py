@@ -47,10 +47,9 @@ def command(
     The exit code is 1 if the two differ by more than rounding explains.
     """
     check_outputs(out, json_out, reads=(file, exported, data))
-    if engine not in export.ENGINES or executor not in EXECUTORS:
-        raise ValueError(
-            f"--engine {engine!r} or --executor {executor!r} is unknown: `adalog certify --help` lists the names"
-        )
+    for option, name, names in (("--engine", engine, export.ENGINES), ("--executor", executor, EXECUTORS)):
+        if name not in names:
+            raise ValueError(f"{option} {name!r} is not one of {', '.join(names)}")
     content, package = artifact.read(file), artifact.read(exported)
     quantized = adalog.QuantizedModel(artifact.deserialise(content, str(file)))
     if data is None:
