@@ -253,7 +253,7 @@ def ranks_table() -> str:
 
 def executors_table() -> str:
     """Return executors and tables compared with fake quantization, and speeds on DeiT-S."""
-    names = ("executors", "executors-deit_tiny")
+    names = sorted(path.stem for path in RESULTS.glob("executors*.json"))
     results = [read(name) for name in names]
     heads = ["model", "bits", "executor", "tables", "type", "top-1", "loss", "other codes", "error of logits"]
     heads += ["same predictions as fake", "images/s"]

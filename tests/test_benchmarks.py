@@ -238,12 +238,13 @@ def test_detector_cost(result_of, monkeypatch):
 
 
 @pytest.mark.slow
-def test_executors(tiny_demo, tiny_timm, result_of, monkeypatch):
+def test_executors(tiny_demo, tiny_timm, result_of, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: None)
     result = result_of(executors, "--bits", "w4a4", "--images", 8, "--reference-images", 4, "--repeats", 1)
     exact = [row for row in result["rows"] if row["dtype"] == "float64"]
     assert [row["code_flip_fraction"] for row in exact] == [0]
     assert {"fp32", "torch"} < set(result["speed"][0]["images_per_second"])
+    monkeypatch.setattr(speed_tables, "RESULTS", tmp_path)
     assert speed_tables.executors_table()
 
 
@@ -446,6 +447,16 @@ def test_realbench_with_a_classifier(real_folder, quick_presets, result_of):
     assert row["kl"] >= 0
     assert row["support"]["images"] == 4
     assert row["cpu_seconds"] >= 0
+
+
+def test_executors_with_a_classifier(real_folder, quick_presets, result_of, tmp_path):
+    result = result_of(
+        *(executors, "--model", f"own:{tmp_path}", "--realbench", real_folder),
+        *("--bits", "w8a8", "--images", 4, "--reference-images", 2),
+    )
+    assert [row["images"] for row in result["rows"] if row["dtype"] == "float32"][:2] == [4, 4]
+    assert (result["model"], result["speed"]) == ("own", [])
+    assert (tmp_path / "executors-own.json").exists()
 
 
 @pytest.mark.slow
