@@ -46,13 +46,13 @@ class Browser:
         commands, self._send = os.pipe()
         self._receive, answers = os.pipe()
         # Neither descriptor may be one that the launcher writes over before it has copied both.
-        high = [os.dup2(each, 60 + index, inheritable=True) for index, each in enumerate((commands, answers))]
+        high = [os.dup2(end, 60 + index, inheritable=True) for index, end in enumerate((commands, answers))]
         command = [sys.executable, "-c", LAUNCHER, *map(str, high), find(), *FLAGS, f"--user-data-dir={profile}"]
         self._process = subprocess.Popen(
             command, pass_fds=high, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL
         )
-        for each in (commands, answers, *high):
-            os.close(each)
+        for end in (commands, answers, *high):
+            os.close(end)
         self._number, self._buffer, self._session = 0, b"", None
         self.messages, self.asked = [], []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -67,10 +67,10 @@ class Browser:
         message |= {} if self._session is None else {"sessionId": self._session}
         os.write(self._send, json.dumps(message).encode() + b"\0")
         while True:
-            told = self._next()
-            if told.get("id") == self._number:
-                assert "error" not in told, told
-                return told["result"]
+            reply = self._next()
+            if reply.get("id") == self._number:
+                assert "error" not in reply, reply
+                return reply["result"]
 
     def _next(self):
         """The next message; an event is noted."""
@@ -79,18 +79,18 @@ class Browser:
             assert read, "the browser has ended"
             self._buffer += read
         text, _, self._buffer = self._buffer.partition(b"\0")
-        told = json.loads(text)
-        kind = told.get("method")
+        message = json.loads(text)
+        kind = message.get("method")
         if kind == "Network.requestWillBeSent":
-            self.asked.append(told["params"]["request"]["url"])
+            self.asked.append(message["params"]["request"]["url"])
         elif kind in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"):
-            self.messages.append(told["params"])
+            self.messages.append(message["params"])
         elif kind == "Page.javascriptDialogOpening":
-            self.messages.append(told["params"])
+            self.messages.append(message["params"])
             self._number += 1
             closing = {"id": self._number, "method": "Page.handleJavaScriptDialog", "params": {"accept": True}}
             os.write(self._send, json.dumps({**closing, "sessionId": self._session}).encode() + b"\0")
-        return told
+        return message
 
     def open(self, url, width=1280, height=900, scheme="light"):
         """Load a page, forgetting what pages before it wrote and asked for."""
@@ -105,9 +105,9 @@ class Browser:
 
     def value(self, expression):
         """What a JavaScript expression gives in the page, as JSON has it."""
-        told = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in told, told
-        return told["result"].get("value")
+        reply = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in reply, reply
+        return reply["result"].get("value")
 
     def wait(self, expression):
         """Wait until a JavaScript expression is true, for at most 30 seconds. Returns milliseconds since navigation."""
@@ -137,7 +137,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
+def serve(folder: Path) -> Iterator[str]:
     """Serve a folder over HTTP, and return its address."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=folder)) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -23,6 +23,7 @@ and the finished parts of a row for later runs, as long as the sources of the pa
 """
 
 from benchmarks.publish import RESULTS, publish
+from benchmarks.real import fit_at_most
 from benchmarks.reconstruct import load_case, resumably
 from benchmarks.records import kept
 
@@ -90,8 +91,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         return calibration, drawn[IMAGES:]
 
     def choices_of(bits: str, method: str) -> Config:
-        config = Config.preset(bits, method)
-        return config.with_fitted_images(case.pool) if config.images_fitted > case.pool else config
+        return fit_at_most(Config.preset(bits, method), case.pool)
 
     search = Config(stages=())  # the losses of single operands and of mixes are those of searches
 

@@ -40,9 +40,7 @@ METHOD = "uniform-tensor"
 
 def measure(bench: RealBench, asked: argparse.Namespace) -> dict[str, Any]:
     """Return the rows of all bits, and that of the float model."""
-    queries = torch.nonzero(~bench.support).flatten()[: asked.images].tolist()
-    images = bench.images.select(queries).load(bench.preprocessing)
-    labels = bench.labels[queries]
+    images, labels = bench.queries(asked.images).load(bench.preprocessing), bench.truth[: asked.images]
     calibration = Calibration(bench.model, bench.calibration_images(SEED), seed=SEED)
     start = time.process_time()
     plain = executorch.lower(without_fused_attention(bench.model), (images[:1],), {})

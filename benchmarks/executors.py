@@ -119,9 +119,8 @@ def case_of(model: str, realbench: Path | None, images: int) -> tuple[nn.Module,
     if realbench is None or not names_folder(model):
         raise typer.BadParameter("give demo, or NAME:FOLDER with --realbench DIR", param_hint="--model")
     bench = RealBench.of(realbench, model)
-    queries = torch.nonzero(~bench.support).flatten()[:images].tolist()
-    pictures = bench.images.select(queries).load(bench.preprocessing)
-    return bench.model, pictures, bench.labels[queries], bench.calibration_images(SEED, Config().images)
+    pictures = bench.queries(images).load(bench.preprocessing)
+    return bench.model, pictures, bench.truth[:images], bench.calibration_images(SEED, Config().images)
 
 
 def main(
@@ -129,7 +128,7 @@ def main(
     model: str = "demo",
     first: Annotated[str, typer.Option("--bits", help="Bits to measure; others may follow.")] = "w3a3",
     realbench: Annotated[Path | None, typer.Option(envvar="ADALOG_REALBENCH", help="See `realbench.py`.")] = None,
-    images: Annotated[int, typer.Option(help="Number of test images to use, at most.")] = 2000,
+    images: Annotated[int, typer.Option(help="Number of test images to use, or all if there are fewer.")] = 2000,
     reference_images: Annotated[int, typer.Option(help="Number of these images for slow runs.")] = 400,
     repeats: int = 20,
     json_out: Annotated[Path | None, typer.Option("--json")] = None,

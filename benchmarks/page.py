@@ -14,7 +14,7 @@ that ran or waited. --work keeps the artifacts for later runs. The script prints
 benchmarks/results/page.json, or as F.
 """
 
-from benchmarks.browser import Browser, example_site, served
+from benchmarks.browser import Browser, example_site, serve
 from benchmarks.publish import RESULTS, publish
 from benchmarks.realbench import RealBench
 
@@ -43,11 +43,9 @@ def load_case(spec: str, options: argparse.Namespace, folder: Path) -> tuple[Pat
     """Write a model's pack, and return it with its preprocessing and the pictures to classify."""
     artifact = (options.work or folder) / f"{spec.partition(':')[0]}-page-{options.bits}.safetensors"
     if spec == "demo":
-        preprocessing = zoo.load_model("demo", pretrained=True).rgb_preprocessing
-        if not artifact.exists():
-            images = demo.calibration_images()[:32]
-            Calibration(demo.load_model(), images, seed=SEED).quantize(Config.preset(options.bits)).save(artifact)
-        names = [f"class {number}" for number in range(10)]
+        loaded = zoo.load_model("demo", pretrained=True)
+        network, preprocessing, classes = loaded.module, loaded.rgb_preprocessing, 10
+        calibrating = demo.calibration_images()[:32]
         pixels = demo.test_images()[0][: options.pictures].permute(0, 2, 3, 1)
         pixels = (pixels * torch.tensor(preprocessing.std) + torch.tensor(preprocessing.mean)) / preprocessing.rescale
         pictures = [folder / f"{number}.png" for number in range(len(pixels))]
@@ -55,13 +53,12 @@ def load_case(spec: str, options: argparse.Namespace, folder: Path) -> tuple[Pat
             Image.fromarray(values.numpy()).save(path)
     else:
         bench = RealBench.of(options.realbench, spec)
-        preprocessing = bench.preprocessing
-        if not artifact.exists():
-            images = bench.calibration_images(SEED)
-            Calibration(bench.model, images, seed=SEED).quantize(Config.preset(options.bits)).save(artifact)
-        names = [f"class {number}" for number in range(1000)]
-        queries = torch.nonzero(~bench.support).flatten()[: options.pictures].tolist()
-        pictures = [Path(path) for path in bench.images.select(queries).paths]
+        network, preprocessing, classes = bench.model, bench.preprocessing, 1000
+        calibrating = bench.calibration_images(SEED)
+        pictures = [Path(path) for path in bench.queries(options.pictures).paths]
+    if not artifact.exists():
+        Calibration(network, calibrating, seed=SEED).quantize(Config.preset(options.bits)).save(artifact)
+    names = [f"class {number}" for number in range(classes)]
     pack = folder / "model.adalog"
     pack.write_bytes(export.to_pack(artifact, (1,), asdict(preprocessing), names))
     return pack, preprocessing, pictures
@@ -79,7 +76,7 @@ def visit(spec: str, options: argparse.Namespace) -> dict[str, Any]:
             shutil.copy(path, site)
         first_answers: list[float] = []
         answers: list[tuple[str, float]] = []
-        with served(site) as address:
+        with serve(site) as address:
             for number in range(options.visits):
                 browser = Browser(folder / f"profile-{number}")
                 try:
@@ -94,9 +91,9 @@ def visit(spec: str, options: argparse.Namespace) -> dict[str, Any]:
                     text = browser.value("document.getElementById('model').textContent")
                 finally:
                     browser.close()
-        wanted = wanted_classes(pack, preprocessing, pictures)
+        expected = classify(pack, preprocessing, pictures)
         answers = answers[options.visits - 1 :]
-        same = sum(answer == f"class {number}" for (answer, _), number in zip(answers, wanted, strict=True))
+        same = sum(answer == f"class {number}" for (answer, _), number in zip(answers, expected, strict=True))
         return {
             "model": spec.partition(":")[0],
             "bits": options.bits,
@@ -109,7 +106,7 @@ def visit(spec: str, options: argparse.Namespace) -> dict[str, Any]:
         }
 
 
-def wanted_classes(pack: Path, preprocessing: Preprocessing, pictures: Sequence[Path]) -> list[int]:
+def classify(pack: Path, preprocessing: Preprocessing, pictures: Sequence[Path]) -> list[int]:
     """Return the first class that `adalog.run` gives each picture."""
     model = adalog.run.load(pack)
     return [int(model(preprocessing(Image.open(path))[None].numpy()).argmax()) for path in pictures]
@@ -129,8 +126,8 @@ def main() -> None:
     options = parser.parse_args()
     module = {name: (options.module / name).stat().st_size for name in ("adalog.mjs", "adalog.wasm")}
     rows = [visit(spec, options) for spec in options.model]
-    told = {"rows": rows, "module_bytes": module, "seed": SEED, "load": os.getloadavg(), "machine": machine()}
-    publish(told, options.json)
+    result = {"rows": rows, "module_bytes": module, "seed": SEED, "load": os.getloadavg(), "machine": machine()}
+    publish(result, options.json)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
-"""Load a real classifier and real labelled images from folders that are not part of the project."""
+"""Load a real classifier and real labelled images from folders that are not part of the project.
+
+Such a folder may have fewer images than a stage fits.
+"""
 
 from pathlib import Path
 
 from safetensors.torch import load_file
 
+from adalog.config import Config
 from adalog.errors import DataError
 from adalog.inputs.images import ImageSet, Preprocessing, find_images
 from adalog.inputs.zoo import LoadedModel
@@ -43,3 +47,8 @@ def find_support(folder: Path) -> tuple[ImageSet, list[bool]]:
     """Return the images in the folders `support` and `query`, and for each image whether it is in `support`."""
     images = find_images(folder)
     return images, [isinstance(path, Path) and path.parent.name == "support" for path in images.paths]
+
+
+def fit_at_most(config: Config, images: int) -> Config:
+    """Return a configuration whose stages fit at most this many images."""
+    return config.with_fitted_images(images) if config.images_fitted > images else config

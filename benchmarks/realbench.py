@@ -18,7 +18,7 @@ fitted. The script prints one JSON object and saves it as benchmarks/results/rea
 """
 
 from benchmarks.publish import RESULTS, publish
-from benchmarks.real import PREPROCESSING, find_support, load_classifier
+from benchmarks.real import PREPROCESSING, find_support, fit_at_most, load_classifier
 from benchmarks.records import kept, p_value, packed
 
 import argparse
@@ -84,6 +84,10 @@ class RealBench:
         pool = torch.nonzero(self.support).flatten().tolist()
         return [pool[index] for index in draw_indices(len(pool), count, seed)]
 
+    def queries(self, count: int) -> ImageSet:
+        """Return the first `count` queries, with their labels."""
+        return self.images.select(torch.nonzero(~self.support).flatten()[:count].tolist())
+
     def calibration_images(self, seed: int, count: int = IMAGES) -> Tensor:
         """Return `count` support images that a seed selects, normalised."""
         return self.images.select(self.chosen(seed, count)).load(self.preprocessing)
@@ -148,8 +152,7 @@ def main() -> None:
     calibrations: dict[int, Calibration] = {}  # one seed at a time, made when a row is first measured
 
     def choices(bits: str, method: str) -> Config:
-        config, most = Config.preset(bits, method), int(bench.support.sum())
-        return config.with_fitted_images(most) if config.images_fitted > most else config
+        return fit_at_most(Config.preset(bits, method), int(bench.support.sum()))
 
     def measured(bits: str, method: str, seed: int) -> dict[str, Any]:
         if seed not in calibrations:

@@ -119,8 +119,7 @@ def load_case(spec: str, *, pretrained: bool) -> Case:
     kind, _, name = spec.partition(":")
     if kind == "realbench":
         bench = RealBench.of(Path(name))
-        queries = bench.images.select(torch.nonzero(~bench.support).flatten()[:IMAGES].tolist())
-        timed = queries.load(bench.preprocessing)
+        timed = bench.queries(IMAGES).load(bench.preprocessing)
         return Case(
             bench.model,
             bench.calibration_images(SEED),

@@ -5,6 +5,8 @@ its source and its number of calibration images. A figure is listed with the row
 behind the figure: the authors' released code, not our reading of the paper.
 """
 
+from benchmarks.real import fit_at_most
+
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -234,8 +236,7 @@ def bits_name(config: Config) -> str:
 
 def with_images(config: Config, images: int, fitted: int = FITTED_IMAGES) -> Config:
     """Return a configuration with this number of calibration images, whose stages fit at most `fitted` images."""
-    config = replace(config, images=images)
-    return config.with_fitted_images(fitted) if config.images_fitted > fitted else config
+    return fit_at_most(replace(config, images=images), fitted)
 
 
 def plan(

@@ -1,6 +1,6 @@
 """The module for browsers, in Node.js and in a browser. All is skipped if Emscripten, CMake or Node.js is missing."""
 
-from benchmarks.browser import Browser, example_site, find, served
+from benchmarks.browser import Browser, example_site, find, serve
 
 import dataclasses
 import json
@@ -215,7 +215,7 @@ def site(built, file, tmp_path_factory):
     """The folder and the address of the example, with a pack that it opens by default."""
     folder = example_site(built, tmp_path_factory.mktemp("site") / "site")
     shutil.copy(file, folder)
-    with served(folder) as address:
+    with serve(folder) as address:
         yield folder, address
 
 

@@ -201,7 +201,7 @@ private:
             return;
         }
         node.kind = Json::REAL;
-        // std::from_chars of reals would add 70 kB to a program. strtod needs an end, and the decimal point of the locale.
+        // std::from_chars of reals would make programs larger. strtod needs an end, and the decimal point of the locale.
         std::string copy(start, at_);
         const size_t point = copy.find('.');
         if (point != std::string::npos) copy.replace(point, 1, std::localeconv()->decimal_point);
