@@ -34,7 +34,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
@@ -49,6 +49,7 @@ from adalog.calibration.compensate import correct
 from adalog.calibration.importance import row_weights
 from adalog.calibration.partial import Partial, fingerprint
 from adalog.calibration.reconstruct import reconstruct
+from adalog.calibration.stages import with_mirror_images
 from adalog.choices import Fitting
 from adalog.device import default_memory
 from adalog.files import write_whole
@@ -184,6 +185,11 @@ def measure(given: argparse.Namespace, work: Path) -> None:
     def staged(name: str) -> Stage:
         return Stage(work, f"{model}-{name}")
 
+    def images_of(choices: Fitting, seed: int) -> Sequence[Tensor]:
+        assert choices.images is not None
+        images = [case.drawn(choices.images, seed)]
+        return with_mirror_images(images) if choices.mirrored else images
+
     @cache
     def searched(bits: str, seed: int) -> tuple[Calibration, Assigned, float]:
         calibration = Calibration(case.model, case.drawn(IMAGES, seed), seed=seed)
@@ -195,8 +201,9 @@ def measure(given: argparse.Namespace, work: Path) -> None:
     @cache
     def fitted(bits: str, seed: int, images: int) -> tuple[Assigned, float]:
         calibration, assigned, _ = searched(bits, seed)
-        stage, drawn = staged(f"{bits}-correction-{images}-{seed}"), [case.drawn(images, seed)]
-        choices, done = choices_of("correction", images), stage.partial(drawn[0])
+        stage, choices = staged(f"{bits}-correction-{images}-{seed}"), choices_of("correction", images)
+        drawn = images_of(choices, seed)
+        done = stage.partial(drawn[0])
         assert isinstance(choices, Correction)
         program = calibration.program
         weights = row_weights(program, calibration.images, calibration.groups, choices.importance, seed)
@@ -210,8 +217,9 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         program = searched(bits, seed)[0].program
         first = stage in ("reconstruction", ALONE)
         start, _ = fitted(bits, seed, images) if first else trained(bits, seed, images, "reconstruction")
-        running, drawn = staged(f"{bits}-{stage}-{images}-{seed}"), [case.drawn(images, seed)]
-        choices, done = choices_of(stage, images), running.partial(drawn[0])
+        running, choices = staged(f"{bits}-{stage}-{images}-{seed}"), choices_of(stage, images)
+        drawn = images_of(choices, seed)
+        done = running.partial(drawn[0])
         assert isinstance(choices, Reconstruction)
         found = reconstruct(
             *(program, drawn, start, choices, Resources(progress=running.progress)),

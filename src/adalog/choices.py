@@ -83,6 +83,8 @@ class Correction:
             do none of this.
         importance: Rows (tokens) count by their squared gradient to this power, as in `Search`. With 0, all rows count
             alike.
+        mirrored: Fit the mirror image of each image too, left and right exchanged, if the model has one input and it is
+            (N, C, H, W).
 
     Raises:
         ValueError: If a field has an invalid value.
@@ -99,11 +101,12 @@ class Correction:
     coefficient: float = 0.3
     robust: bool = True
     importance: float = 0.5
+    mirrored: bool = False
 
     def __post_init__(self) -> None:
         if self.images is not None:
             check_whole("images", self.images, 1)
-        for name in ("ridge", "compensate", "robust"):
+        for name in ("ridge", "compensate", "robust", "mirrored"):
             check_flag(name, getattr(self, name))
         check_choice("target", self.target, CorrectionTarget)
         check_share("coefficient", self.coefficient)
@@ -139,6 +142,7 @@ class Reconstruction:
             "model", use the smaller rates of the method "adalog++".
         robust: Take a block's changes back if they make the model's output worse on images that are held out. The loss
             of a block that is the whole model tells that already.
+        mirrored: As in `Correction`. The values of a block take twice the memory, and the number of steps is the same.
 
     Raises:
         ValueError: If a field has an invalid value.
@@ -160,13 +164,14 @@ class Reconstruction:
     scale_rate: float = 0.005
     scope: Scope = "block"
     robust: bool = True
+    mirrored: bool = False
 
     def __post_init__(self) -> None:
         check_choice("scope", self.scope, Scope)
         for name in ("images", "iterations", "batch"):
             check_whole(name, getattr(self, name), 1)
         check_choice("weights", self.weights, WeightRounding)
-        for name in ("scales", "biases", "robust"):
+        for name in ("scales", "biases", "robust", "mirrored"):
             check_flag(name, getattr(self, name))
         for name in ("rate", "scale_rate"):
             check_number(name, getattr(self, name), 0)

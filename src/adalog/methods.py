@@ -48,8 +48,8 @@ METHODS: dict[str, Method] = {
     "adalog": Method(_CORRECTED_ADALOG, {"post_softmax": "adalog", "post_gelu": "adalog", **_CORRECTED}),
     # The recommended method of adalog if there are more images than the paper calibrates on.
     "adalog+": Method(
-        f"{_ADALOG}, then corrected in closed form from 128 images (ours)",
-        {"post_softmax": "adalog", "post_gelu": "adalog", "stages": (Correction(images=128),)},
+        f"{_ADALOG}, then corrected in closed form from 128 images and their mirror images (ours)",
+        {"post_softmax": "adalog", "post_gelu": "adalog", "stages": (Correction(images=128, mirrored=True),)},
     ),
     # The most accurate method of adalog, which takes much longer.
     "adalog++": Method(
@@ -62,7 +62,15 @@ METHODS: dict[str, Method] = {
                 # Training blocks first takes longer, and the result is no better (docs/benchmarks/stages.md). At these
                 # rates, scales and biases change, and hardly any code does. A larger rate of scales did not improve
                 # TinyViT. The KL divergence, which this loss adds for a classifier, keeps the power of the logits.
-                Reconstruction(scope="model", loss="output", iterations=800, drop=0.0, rate=0.003, scale_rate=0.001),
+                Reconstruction(
+                    scope="model",
+                    loss="output",
+                    iterations=800,
+                    drop=0.0,
+                    rate=0.003,
+                    scale_rate=0.001,
+                    mirrored=True,
+                ),
             ),
         },
     ),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from adalog.calibration.compensate import correct
@@ -30,6 +31,19 @@ def check_images(config: Config, unlabelled: Sequence[Tensor]) -> None:
         )
 
 
+def with_mirror_images(images: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return images (N, C, H, W) with their mirror images, left and right exchanged.
+
+    Stages hold out every fourth or every eighth image. An image and its mirror image have the same number modulo 8, so
+    they are held out together. Up to 7 of the last images have no mirror image for this reason. Inputs other than one
+    batch of images are returned unchanged.
+    """
+    if len(images) > 1 or images[0].ndim != 4 or not images[0].is_floating_point():
+        return images
+    paired, rest = images[0].tensor_split([len(images[0]) // 8 * 8])
+    return [torch.cat([paired, paired.flip(-1), rest])]
+
+
 def run_stages(
     stages: Sequence[Stage],
     program: Program,
@@ -55,6 +69,8 @@ def run_stages(
     def run_stage(stage: Stage, assigned: Assigned) -> Assigned:
         if isinstance(stage, Fitting):
             fitted = images if stage.images is None else take(unlabelled, range(stage.images))
+            if stage.mirrored:
+                fitted = with_mirror_images(fitted)
             if isinstance(stage, Correction):
                 alike = [value.shape[1:] for value in fitted] == [value.shape[1:] for value in images]
                 weights = shared.row_weights(stage.importance) if alike else None  # positions are those of one size

@@ -1,0 +1,61 @@
+"""Stages: the images that they fit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from adalog import Calibration, Correction, Reconstruction
+from adalog.calibration.partial import assignment_json
+from adalog.calibration.stages import with_mirror_images
+
+pytestmark = pytest.mark.usefixtures("captured_once")
+
+
+def test_mirror_images_follow_their_images():
+    images = torch.arange(8 * 3 * 2 * 4, dtype=torch.float32).view(8, 3, 2, 4)
+    (both,) = with_mirror_images([images])
+    assert torch.equal(both[:8], images)
+    assert torch.equal(both[8:], torch.stack([images[..., 3 - column] for column in range(4)], dim=3))
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 12, 16, 23])
+@pytest.mark.parametrize("period", [4, 8])
+def test_an_image_and_its_mirror_image_are_held_out_together(count, period):
+    """Every fourth or every eighth image is held out; no mirror image of one may be fitted."""
+    images = torch.arange(1.0, 1 + 2 * count).view(count, 1, 1, 2)
+    (both,) = with_mirror_images([images])
+    held_out = {tuple(sorted(image.flatten().tolist())) for image in both[period - 1 :: period]}
+    fitted = {
+        tuple(sorted(image.flatten().tolist())) for number, image in enumerate(both) if number % period != period - 1
+    }
+    assert not held_out & fitted
+    assert len(both) == count + count // 8 * 8
+
+
+def test_inputs_other_than_one_batch_of_images_have_no_mirror_images():
+    images, others = torch.rand(8, 3, 4, 4), torch.rand(8, 5)
+    for inputs in ([images, others], [others], [torch.zeros(8, 3, 4, 4, dtype=torch.uint8)]):
+        assert with_mirror_images(inputs) is inputs
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        Correction(images=16, robust=False),
+        Reconstruction(images=16, iterations=3, rate=0.01, scale_rate=0.01, scope="model"),
+    ],
+    ids=["correction", "reconstruction"],
+)
+def test_fitting_mirror_images_is_fitting_images_that_include_them(tiniest, pool, fast, stage):
+    images, calibrating = pool[8:24], pool[:8]
+    calibration = Calibration(tiniest, calibrating, unlabelled=images)
+    by_hand = Calibration(tiniest, calibrating, unlabelled=torch.cat([images, images.flip(3)]))
+
+    def results(calibration, stage):
+        config = replace(fast, weight_bits=3, activation_bits=3, stages=(stage,))
+        return [assignment_json(assignment) for _, assignment in calibration.assign(config)]
+
+    mirrored = results(calibration, replace(stage, mirrored=True))
+    assert mirrored == results(by_hand, replace(stage, images=32))
+    assert mirrored != results(calibration, stage)
