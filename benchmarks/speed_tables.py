@@ -315,19 +315,22 @@ def export_table() -> str:
 
 
 def web_table() -> str:
-    """Return the times of packs in WebAssembly, and of a float32 model in the same run."""
-    result, lines = read("web"), []
+    """Return the times of packs in WebAssembly, and of a float32 model and the compiled library in the same run."""
+    result, lines, heads = read("web"), [], ["model", "engine", "ms"]
     for model, row in result["models"].items():
-        times = {name: each["median"] for name, each in row["milliseconds"].items()}
+        times = {name: each["least"] for name, each in row["milliseconds"].items()}
         float32 = next(time for name, time in times.items() if name.startswith("onnxruntime"))
         for name, time in times.items():
-            lines.append([name_model(model), name, f"{time:.1f}", f"{time / float32:.2f}"])
+            native = times.get(f"native avx2 {name.rpartition(' ')[2]}")
+            ratio = f"{time / native:.2f}" if native else ""
+            lines.append([name_model(model), name, f"{time:.1f}", f"{time / float32:.2f}", ratio])
     note = (
-        "The median time of a call with one image, on one thread, by kernels and bits. The weights are random. "
+        "The least time of a call with one image, on one thread, by kernels and bits. Other programs share the "
+        "machine. `native` is the compiled library outside Node.js. The weights are random. "
         f"adalog's module has {sum(result['module_bytes'].values()) / 1e3:.0f} kB. Node.js "
         f"{result['versions']['node']}, onnxruntime-web {result['versions']['onnxruntime-web']}. {source('web')}"
     )
-    return f"{markdown_table(['model', 'engine', 'ms', 'of float32'], lines)}\n\n{note}"
+    return f"{markdown_table([*heads, 'of float32', 'of native avx2'], lines)}\n\n{note}"
 
 
 def page_table() -> str:

@@ -7,9 +7,11 @@
 onnxruntime-web. A timm model has random weights, and is quantized as in `runtime.py`.
 
 Every way runs one image at a time, on one thread, in one process per model. The ways take turns. The level "scalar"
-runs in a process of its own, because it takes many times longer. "milliseconds" has the least and the median time of a
-call. V8 compiles better code during the first calls, so the least time is the time after that. "bytes" has the size of
-each file. The script prints one JSON object and saves it as benchmarks/results/web.json, or as F.
+runs in a process of its own, because it takes many times longer, and so do the packs outside Node.js: "native LEVEL"
+has the times of the compiled library with AVX2 and with the fastest kernels. "milliseconds" has the least and the
+median time of a call. V8 compiles better code during the first calls, so the least time is the time after that.
+"bytes" has the size of each file. The script prints one JSON object and saves it as benchmarks/results/web.json, or as
+F.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -18,25 +20,42 @@ from benchmarks.runtime import SEED, Files, load_case, quantized
 import argparse
 import json
 import subprocess
+import time
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from adalog import export
+import numpy as np
+
+import adalog.run
+from adalog import export, library
 from adalog.study.doctor import machine
 
 SCRIPT = Path(__file__).with_suffix(".mjs")
+
+
+def summarize(times: list[float]) -> dict[str, float]:
+    """Return the least and the median time."""
+    return {"least": round(min(times), 2), "median": round(median(times), 2)}
 
 
 def measure(ways: list[dict[str, Any]], calls: int, module: Path, ort: Path) -> dict[str, dict[str, float]]:
     """Return the least and the median milliseconds of each way."""
     command = ["node", str(SCRIPT), str(module / "adalog.mjs"), str(ort), str(calls)]
     done = subprocess.run(command, input=json.dumps(ways), capture_output=True, text=True, check=True)
-    return {
-        name: {"least": round(min(times), 2), "median": round(median(times), 2)}
-        for name, times in json.loads(done.stdout).items()
-    }
+    return {name: summarize(times) for name, times in json.loads(done.stdout).items()}
+
+
+def measure_native(file: str, level: str, shape: list[int], calls: int) -> dict[str, float]:
+    """Return the least and the median milliseconds of a pack in the compiled library."""
+    run, image = adalog.run.load(file, level=level), np.random.default_rng(SEED).random((1, *shape), np.float32)
+    times = []
+    for _ in range(calls + 1):
+        begin = time.perf_counter()
+        run(image)
+        times.append(1e3 * (time.perf_counter() - begin))
+    return summarize(times[1:])
 
 
 def compare(spec: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -57,6 +76,11 @@ def compare(spec: str, options: argparse.Namespace) -> dict[str, Any]:
         ways.append({"name": "onnxruntime-web float32", "file": str(float32), "level": None, "shape": shape})
         milliseconds = measure(ways, options.calls, options.module, options.ort)
         milliseconds |= measure(scalar, options.scalar_calls, options.module, options.ort)
+        here = library.levels()
+        for level in dict.fromkeys(level for level in ("avx2", here[-1]) if level in here):
+            for bits in options.bits:
+                times = measure_native(str(folder / f"{bits}.adalog"), level, shape, options.calls)
+                milliseconds[f"native {level} {bits}"] = times
         sizes = {way["name"].removeprefix("wasm "): Path(way["file"]).stat().st_size for way in ways}
     return {"milliseconds": milliseconds, "bytes": sizes}
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from adalog import Config
+from adalog.quantizers import UniformQuantizer
 from adalog.runtime.native import abi
 from test_native_products import check_accumulators
 from whole_numbers import codes_of, left_quantizer, model_of, uniform
@@ -143,6 +144,14 @@ def run_products():
             weight = codes_of(generator, other, (columns, terms), largest)
             model = model_of("aten.linear.default", left, right, codes.shape, None, weight)
         check_accumulators("scalar", model, codes, others)
+    for seed in range(6):  # long sums of codes below 16, which the level `wasm` computes for two rows at once
+        generator = torch.Generator().manual_seed(seed)
+        zero_point = torch.tensor([0.0, 7.0, 15.0]).repeat(12)[:, None]
+        right = UniformQuantizer(torch.rand(36, 1, generator=generator) + 0.1, zero_point, 4)
+        codes = codes_of(generator, 4, (3 + seed, 700), (0, 2)[seed % 2])
+        weight = codes_of(generator, 4, (36, 700), (0, 1, 2)[seed % 3])
+        left = left_quantizer(generator, "uniform", 4, 8, ())
+        check_accumulators("scalar", model_of("aten.linear.default", left, right, codes.shape, None, weight), codes)
     for seed in range(12):  # convolutions of each channel alone
         generator = torch.Generator().manual_seed(seed)
         width, channels = 2 + seed % 7, (3, 8, 21, 40)[seed % 4]

@@ -372,7 +372,7 @@ def test_load(tiny_demo, result_of, monkeypatch):
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 @pytest.mark.filterwarnings("ignore")  # of the exporter
 def test_web(tiny_demo, result_of, tmp_path):
-    """Stand-ins for both modules answer at once: tests/test_web.py runs the real one."""
+    """Stand-ins answer for both modules: tests/test_web.py runs the real one."""
     pytest.importorskip("onnx")
     (tmp_path / "dist").mkdir()
     (tmp_path / "package.json").write_text('{"version": "1.2.3"}')
@@ -380,14 +380,17 @@ def test_web(tiny_demo, result_of, tmp_path):
     (tmp_path / "adalog.mjs").write_text("export const load = async () => ({ run() {} });")
     (tmp_path / "dist" / "ort.wasm.min.mjs").write_text(
         "export const env = { wasm: {} }, Tensor = class {};"
-        "export const InferenceSession = { create: async () => ({ inputNames: ['images'], run: async () => {} }) };"
+        "export const InferenceSession = { create: async () => ({ inputNames: ['images'],"
+        " run: () => new Promise((done) => setTimeout(done, 1)) }) };"
     )
     folders = ("--module", tmp_path, "--ort", tmp_path)
     result = result_of(web, *folders, "--model", "demo", "--bits", "w4a4", "--calls", 2)
     assert (result["versions"]["onnxruntime-web"], result["module_bytes"]["adalog.wasm"]) == ("1.2.3", 4)
     found = result["models"]["demo"]
-    assert found["milliseconds"].keys() == {"wasm w4a4", "scalar w4a4", "onnxruntime-web float32"}
+    native = {f"native {level} w4a4" for level in ("avx2", library.levels()[-1]) if level in library.levels()}
+    assert found["milliseconds"].keys() == {"wasm w4a4", "scalar w4a4", "onnxruntime-web float32", *native}
     assert found["bytes"].keys() == {"w4a4", "onnxruntime-web float32"}
+    assert speed_tables.web_table()
 
 
 @needs_kernels

@@ -275,6 +275,14 @@ private:
 
 // --- right operands ----------------------------------------------------------------------------------------------------
 
+#ifdef ADALOG_WASM_SIMD
+// What WebAssembly's kernels need to know about four panels to multiply two rows of left bytes below 16 at once.
+struct Pairs {
+    int32_t lines[QUAD];            // lines whose products, two per line, can be summed in 12 bits
+    int32_t columns[QUAD * PANEL];  // eight times the sum of each column
+};
+#endif
+
 // A right operand: bytes minus the middle m, in panels of 16 columns, and within a panel in lines of 4 terms. Panel p,
 // line g, column c, term t is at p panel + 64 g + 4 c + t. Terms are padded with zeros.
 struct Right {
@@ -283,6 +291,9 @@ struct Right {
     const int32_t* base;   // start value of the accumulators, per column
     const int32_t* moved;  // factor of the row sums of the left operand, per column; or null
     int together;          // lines whose products, two per line, can be summed in 16 bits; 0 if not even one line can
+#ifdef ADALOG_WASM_SIMD
+    const Pairs* pairs;    // or null, if two rows cannot be multiplied at once
+#endif
 };
 
 // The number that is subtracted from codes to make them signed bytes. It is the zero point unless codes have 8 bits.
@@ -1897,43 +1908,131 @@ INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, Right
 
 #elif ADALOG_WASM
 
-// One instruction adds two products of 16 bits. The sums of terms 0 and 1 of a line, and of terms 2 and 3, stay in lanes of
-// their own until the end. Registers hold the sums of three rows and eight columns.
-template <int N>
-NOT_INLINE void multiply_rows(const uint8_t* left, int64_t row, const Right& right, const int32_t* base, int32_t* sums,
-                              int64_t width) {
-    for (int h = 0; h < 2; h++) {
-        I sum[N][4];
-        for (int r = 0; r < N; r++)
-            for (int q = 0; q < 4; q++) sum[r][q] = set(0);
-        const int8_t* at = right.data + LINE / 2 * h;
-        const int32_t lines = int32_t(right.lines);
-        for (int32_t g = 0; g < lines; g++, at += LINE) {
-            I bytes[4];
-            for (int q = 0; q < 4; q++) bytes[q] = wasm_i16x8_load8x8(at + 8 * q);
-            for (int r = 0; r < N; r++) {
-                const I x = wasm_u16x8_extend_low_u8x16(wasm_v128_load32_splat(left + r * row + g * GROUP));
-                for (int q = 0; q < 4; q++) sum[r][q] = add(sum[r][q], wasm_i32x4_dot_i16x8(x, bytes[q]));
+// One instruction adds two products of 16 bits. If left bytes are below 16, two rows x and y share its operand as
+// x + 4096 (y - 8). The low 12 bits of the sums of products are then the sum for x, until `Pairs::lines` lines are summed.
+
+// Fills in `pairs` for some panels. Returns false if some byte of the right operand has a magnitude above 15.
+bool find_pairs(const Right& right, int64_t panels, Pairs& pairs) {
+    int32_t most = 0;
+    for (int64_t p = 0; p < panels; p++) {
+        const uint8_t* at = reinterpret_cast<const uint8_t*>(right.data) + p * right.panel;
+        I size = set(0), sum[4] = {size, size, size, size};
+        for (int64_t g = 0; g < right.lines; g++, at += LINE)
+            for (int q = 0; q < 4; q++) {
+                const I bytes = load(at + 4 * W * q);
+                size = wasm_u8x16_max(size, wasm_i8x16_abs(bytes));
+                sum[q] = add(sum[q], wasm_i32x4_extadd_pairwise_i16x8(wasm_i16x8_extadd_pairwise_i8x16(bytes)));
             }
+        for (int q = 0; q < 4; q++) store(pairs.columns + p * PANEL + W * q, wasm_i32x4_shl(sum[q], 3), All{});
+        uint8_t sizes[4 * W];
+        store(sizes, size);
+        const int32_t largest = std::max<int32_t>(1, *std::max_element(sizes, sizes + 4 * W));
+        pairs.lines[p] = 2047 / (2 * 15 * largest);
+        most = std::max(most, largest);
+    }
+    return most < 16;
+}
+
+// Adds neighbouring sums: those of terms 0 and 1 of a line, and of terms 2 and 3.
+INLINE I neighbours(I one, I two) {
+    return add(wasm_i32x4_shuffle(one, two, 0, 2, 4, 6), wasm_i32x4_shuffle(one, two, 1, 3, 5, 7));
+}
+constexpr int64_t PART = 64;  // lines of the left operand that are widened at once: low sums of so many fit in 16 bits
+// Multiplies up to two rows, or two pairs of rows, by a panel. Registers hold the sums of eight columns. wide: lines of four
+// terms of both rows or pairs. together: lines after which the low sums are counted.
+template <bool PAIRED>
+NOT_INLINE void multiply_rows(const int16_t* wide, const int8_t* right, int32_t lines, int32_t together, const int32_t* columns,
+                              const int32_t* base, int32_t* sums, int64_t width, int64_t rows) {
+    for (int h = 0; h < PANEL; h += PANEL / 2) {
+        I sum[2][4];
+        int32_t lows[2][2][W] = {};  // sums for the first rows of pairs, in 16 bits each
+        for (int r = 0; r < 2; r++)
+            for (int q = 0; q < 4; q++) sum[r][q] = set(0);
+        const int16_t* x = wide;
+        const int8_t* at = right + GROUP * h;
+        for (int32_t start = 0; start < lines; start += together) {
+            const int16_t* end = x + 2 * GROUP * std::min(together, lines - start);
+            do {
+                I bytes[4];
+                for (int q = 0; q < 4; q++) bytes[q] = wasm_i16x8_load8x8(at + 8 * q);
+                for (int r = 0; r < 2; r++) {
+                    const I four = wasm_v128_load64_splat(x + r * GROUP);
+                    for (int q = 0; q < 4; q++) sum[r][q] = add(sum[r][q], wasm_i32x4_dot_i16x8(four, bytes[q]));
+                }
+                at += LINE, x += 2 * GROUP;
+            } while (x != end);
+            if (!PAIRED) continue;
+            // The low 12 bits of a sum and of its counted low sum differ by what is not counted yet.
+            for (int r = 0; r < 2; r++)
+                for (int p = 0; p < 2; p++) {
+                    const I old = load(lows[r][p], All{}), two = wasm_i32x4_shl(sum[r][2 * p + 1], 16);
+                    const I now = wasm_i16x8_sub(wasm_i16x8_shuffle(sum[r][2 * p], two, 0, 9, 2, 11, 4, 13, 6, 15), old);
+                    store(lows[r][p], wasm_i16x8_add(old, wasm_i16x8_shr(wasm_i16x8_shl(now, 4), 4)), All{});
+                }
         }
-        for (int r = 0; r < N; r++)
+        auto put = [&](int64_t r, int c, I total) INLINE_LAMBDA {
+            if (r >= rows) return;
+            int32_t* to = sums + r * width + h + c;
+            store(to, add(load(base ? base + h + c : to, All{}), total), All{});
+        };
+        for (int r = 0; r < 2; r++)
             for (int p = 0; p < 2; p++) {
                 const I one = sum[r][2 * p], two = sum[r][2 * p + 1];
-                const I both = add(wasm_i32x4_shuffle(one, two, 0, 2, 4, 6), wasm_i32x4_shuffle(one, two, 1, 3, 5, 7));
-                int32_t* to = sums + r * width + PANEL / 2 * h + W * p;
-                store(to, add(load(base ? base + PANEL / 2 * h + W * p : to, All{}), both), All{});
+                if (PAIRED) {
+                    const I both = load(lows[r][p], All{});
+                    const I low = wasm_i32x4_shr(wasm_i32x4_shl(both, 16), 16), more_low = wasm_i32x4_shr(both, 16);
+                    const I high = neighbours(wasm_i32x4_sub(one, low), wasm_i32x4_sub(two, more_low));
+                    put(2 * r, W * p, neighbours(low, more_low));
+                    put(2 * r + 1, W * p, add(wasm_i32x4_shr(high, 12), load(columns + h + W * p, All{})));
+                } else {
+                    put(r, W * p, neighbours(one, two));
+                }
             }
     }
 }
+template <bool PAIRED>
+INLINE void multiply_parts(const uint8_t* left, int64_t row, int64_t rows, const Right& right, int64_t panels,
+                           const int32_t* base, int32_t* sums, int64_t width) {
+    constexpr int64_t each = PAIRED ? 2 : 1, step = 2 * GROUP * PART;
+    alignas(16) int16_t wide[ROWS / each * PART * GROUP];
+    const int32_t none[PANEL] = {};
+    for (int64_t first = 0; first < right.lines; first += PART) {
+        const int64_t lines = std::min(PART, right.lines - first);
+        for (int64_t r = 0; r < rows; r += each)
+            for (int64_t g = 0; g < lines; g += 2) {
+                const uint8_t* from = left + r * row + (first + g) * GROUP;
+                I two = wasm_u16x8_load8x8(from);
+                if (PAIRED) {  // a last row without another is paired with itself
+                    const I other = wasm_i16x8_sub(wasm_u16x8_load8x8(r + 1 < rows ? from + row : from), wasm_i16x8_splat(8));
+                    two = wasm_i16x8_add(two, wasm_i16x8_shl(other, 12));
+                }
+                int16_t* to = wide + r / each / 2 * step + (2 * g + r / each % 2) * GROUP;
+                wasm_v128_store64_lane(to, two, 0);
+                wasm_v128_store64_lane(to + 2 * GROUP, two, 1);
+            }
+        for (int64_t p = 0; p < panels; p++)
+            for (int64_t r = 0; r < rows; r += 2 * each)
+                multiply_rows<PAIRED>(wide + r / each / 2 * step, right.data + p * right.panel + first * LINE, int32_t(lines),
+                                      PAIRED ? right.pairs->lines[p] : int32_t(lines),
+                                      PAIRED && !first ? right.pairs->columns + p * PANEL : none,
+                                      base && !first ? base + p * PANEL : nullptr, sums + r * width + p * PANEL, width, rows - r);
+    }
+}
+NOT_INLINE void multiply_some(const uint8_t* left, int64_t row, int64_t rows, const Right& right, int64_t panels,
+                              const int32_t* base, int32_t* sums, int64_t width) {
+    bool paired = right.pairs && rows > 2;
+    I bits = set(0);
+    for (int64_t r = 0; paired && r < rows; r++)
+        for (int64_t g = 0; g < right.lines; g += 4) bits = wasm_v128_or(bits, load(left + r * row + g * GROUP));
+    paired = paired && !wasm_v128_any_true(wasm_v128_and(bits, wasm_i8x16_splat(-16)));
+    if (paired) multiply_parts<true>(left, row, rows, right, panels, base, sums, width);
+    else multiply_parts<false>(left, row, rows, right, panels, base, sums, width);
+}
 template <class Meanwhile>
-INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, Right right, int64_t panels,
+INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, const Right& right, int64_t panels,
                            const int32_t* base, int32_t* sums, int64_t width, Meanwhile meanwhile) {
     meanwhile(0, 1);
-    for (; panels; panels--, right.data += right.panel, sums += PANEL, base = base ? base + PANEL : base) {
-        int64_t r = 0;
-        for (; r + 3 <= rows; r += 3) multiply_rows<3>(left + r * row, row, right, base, sums + r * width, width);
-        for (; r < rows; r++) multiply_rows<1>(left + r * row, row, right, base, sums + r * width, width);
-    }
+    multiply_some(left, row, rows, right, panels, base, sums, width);
 }
 
 #else
@@ -2083,9 +2182,13 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
         for (int64_t p = 0; p < panels; p++)
             unpack(packed + p * weights.panel_bytes(), weights.middles.data + (panel + p) * LINE, weights.lines,
                    memory.right + p * weights.lines * LINE);
-    const Right right{weights.halves ? memory.right : reinterpret_cast<const int8_t*>(packed), weights.lines * LINE,
-                      weights.lines, weights.base.data + first, weights.moves ? weights.moved.data + first : nullptr,
-                      weights.together};
+    Right right{weights.halves ? memory.right : reinterpret_cast<const int8_t*>(packed), weights.lines * LINE,
+                weights.lines, weights.base.data + first, weights.moves ? weights.moved.data + first : nullptr,
+                weights.together};
+#if ADALOG_WASM
+    Pairs pairs;
+    if (weights.halves && find_pairs(right, panels, pairs)) right.pairs = &pairs;
+#endif
     const int64_t begin = number / quads * rows_of(of), end = std::min(of.rows, begin + rows_of(of));
     if (weights.moves && *memory.summed != number / quads) {  // the tasks for the same rows are consecutive
         const Left all{of.data + begin * of.row, of.more ? of.more + begin * of.row : nullptr, of.row};
