@@ -20,6 +20,7 @@ from adalog.graph.activations import BY_OPERATION
 from adalog.graph.operations import FAKE_QUANTIZE, aten
 from adalog.graph.program import Node, Program
 from adalog.graph.sites import Site, find_refused, find_sites
+from adalog.graph.tracing import trace
 from adalog.quantizers import FLOAT_BITS, Quantizer
 
 BOPS_PER_FIXOP = 64
@@ -186,30 +187,21 @@ def cost(program: Program, inputs: Sequence[Tensor | Sequence[int]], *, as_print
     return Cost(tuple(rows), _size_bytes(program), table_bytes, program.float_operations())
 
 
-def _values(program: Program, example: Sequence[Tensor | Sequence[int]]) -> dict[str, Tensor]:
-    """Return every tensor of a run on one image by name, with shapes and types but no data."""
-    program = program.map_tensors(lambda value: value.to("meta"))
+def _values(program: Program, example: Sequence[Tensor | Sequence[int]]) -> Mapping[str, Any]:
+    """Return every value of a run on one image by name, without data."""
     dtype = next((value.dtype for value in program.tensors.values() if value.is_floating_point()), torch.float32)
     kinds = [(value.shape[1:], value.dtype) if isinstance(value, Tensor) else (value, dtype) for value in example]
-    inputs = [torch.empty((1, *shape), dtype=kind, device="meta") for shape, kind in kinds]
-    values = {**program.tensors, **dict(zip(program.inputs, inputs, strict=False))}
-
-    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-        if isinstance(result, Tensor):
-            values[node.name] = result
-
     try:
-        program.run(inputs, watch)
-    except (ProgramError, TypeError) as cause:
+        return trace(program, [torch.empty((1, *shape), dtype=kind, device="meta") for shape, kind in kinds])
+    except (ProgramError, TypeError, ValueError) as cause:
         sizes = ", ".join(str(tuple(shape)) for shape, _ in kinds)
         raise ValueError(
             f"the model does not run on inputs of the shape {sizes} ({cause}): give the shape that the model expects"
         ) from cause
-    return values
 
 
 def _product_rows(
-    site: Site, node: Node, values: Mapping[str, Tensor], quantizers: Mapping[str, Quantizer], weight_bytes: int
+    site: Site, node: Node, values: Mapping[str, Any], quantizers: Mapping[str, Quantizer], weight_bytes: int
 ) -> Iterator[CostRow]:
     """Yield a product, its shifts (Eq. 10) if it has no table, and its conversion to float if both operands are codes.
 
@@ -237,7 +229,7 @@ def _quantize_rows(name: str, count: int, quantizer: Quantizer) -> Iterator[Cost
         yield CostRow(name, "look-up", quantizer.look_ups * count)
 
 
-def _macs(site: Site, values: Mapping[str, Tensor]) -> int:
+def _macs(site: Site, values: Mapping[str, Any]) -> int:
     """Return the MACs of a site. Products with padding count, since a plain implementation computes them."""
     left, right, result = (values[name] for name in (site.left, site.right, site.node.name))
     if site.role.startswith("conv_transpose"):  # each input value is multiplied by all weights of its channel
@@ -252,10 +244,10 @@ def quantizers_of(program: Program) -> dict[str, Quantizer]:
     return {**weights, **{node.name: program.quantizers[node.args[1]] for node in fakes}}
 
 
-def _multiplications(node: Node, values: Mapping[str, Tensor]) -> int:
+def _multiplications(node: Node, values: Mapping[str, Any]) -> int:
     """Return the number of multiplications of a float operation."""
     result = values.get(node.name)
-    if result is None or not result.is_floating_point():
+    if not isinstance(result, Tensor) or not result.is_floating_point():
         return 0
     if node.op in _REDUCING:
         return values[node.args[0].name].numel()
