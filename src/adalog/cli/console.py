@@ -51,29 +51,22 @@ class Session:
     debug: bool = False
 
 
-class Commands(TyperGroup):
-    """A group of commands that lets `run` handle Ctrl-C."""
+class _Interruptible:
+    """Let `run` handle Ctrl-C in a command."""
 
     def invoke(self, ctx: Any) -> Any:
-        with _interruptible():
-            return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)  # type: ignore[misc]
+        except KeyboardInterrupt as cause:
+            raise Interrupted from cause
 
 
-class Script(TyperCommand):
-    """A command by itself that lets `run` handle Ctrl-C."""
-
-    def invoke(self, ctx: Any) -> Any:
-        with _interruptible():
-            return super().invoke(ctx)
+class Commands(_Interruptible, TyperGroup):
+    """A group of commands."""
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Raise Interrupted for Ctrl-C while the context is open."""
-    try:
-        yield
-    except KeyboardInterrupt as cause:
-        raise Interrupted from cause
+class Script(_Interruptible, TyperCommand):
+    """A command by itself."""
 
 
 def script_app(command: Callable[..., None]) -> typer.Typer:
