@@ -138,15 +138,13 @@ def command(
 
 
 def _empty_table() -> Table:
-    table = Table(
+    return Table(
+        "bits",
+        "method",
+        *views.numbers("top-1 (95 % CI)", "agreement", "bytes", "calib. [s]"),
         title="The bundled ViT, trained on CIFAR-10 and evaluated on 2,000 of its test images",
         caption="If several methods quantize a site alike, it is searched once, and its time counts in the first row.",
     )
-    for column in ("bits", "method"):
-        table.add_column(column)
-    for column in ("top-1 (95 % CI)", "agreement", "bytes", "calib. [s]"):
-        table.add_column(column, justify="right")
-    return table
 
 
 def _levels(calibration: Calibration, plans: Sequence[tuple[str, Config]]) -> bytes:

@@ -57,9 +57,8 @@ def command(
     ]
     emit_json({"file": str(file), "image": str(image), "drawn": str(out), "objects": rows}, json_out)
     if json_out != "-":
-        table = Table(title=escape(f"{len(rows)} objects in {image}, drawn into {out}"))
-        for column in ("name", "score", "x, y, width, height"):
-            table.add_column(column)
+        title = escape(f"{len(rows)} objects in {image}, drawn into {out}")
+        table = Table("name", "score", "x, y, width, height", title=title)
         for row in rows:
             table.add_row(escape(row["name"]), f"{row['score']:.2f}", ", ".join(f"{side:.0f}" for side in row["box"]))
         say(table)

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from adalog import Config, DataError, artifact
 from adalog.calibration.schedule import Resources
+from adalog.cli import views
 from adalog.cli.console import (
     emit_json,
     image_progress,
@@ -290,11 +291,8 @@ def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs:
 
 def ap_table(title: str, rows: Sequence[tuple[str, str, dict[str, float]]]) -> Table:
     """Return a table of average precision [%]. rows: (bits, method, figures) each."""
-    table = Table(title=escape(title))
-    for column in ("bits", "method"):
-        table.add_column(column)
-    for column in SHOWN:
-        table.add_column(column.replace("_ap", " AP"), justify="right")
+    columns = views.numbers(*(name.replace("_ap", " AP") for name in SHOWN))
+    table = Table("bits", "method", *columns, title=escape(title))
     for bits, method, figures in rows:
         cells = [figures[name] for name in SHOWN]
         table.add_row(bits, escape(method), *("" if math.isnan(value) else f"{100 * value:.1f}" for value in cells))

@@ -147,9 +147,9 @@ def _labels_of(
 
 def table_of(points: list[Point], measure: str) -> Table:
     """Return a table with one row per model, the smallest file first."""
-    table = Table(title="Models with the same bits for all operands, and with bits chosen within a budget")
-    for column in ("widths", "bytes", "GBOPs", "KL [nats]" if measure == "kl" else measure, "agreement", "top-1"):
-        table.add_column(column, justify="left" if column == "widths" else "right")
+    loss = "KL [nats]" if measure == "kl" else measure
+    title = "Models with the same bits for all operands, and with bits chosen within a budget"
+    table = Table("widths", *views.numbers("bytes", "GBOPs", loss, "agreement", "top-1"), title=title)
     for point in sorted(points, key=lambda point: (point.bytes, point.chosen)):
         share = [views.percent(value) if value is not None else "" for value in (point.agreement, point.top1)]
         kind = f"chosen, budget of {point.width:.1f} bits" if point.chosen else f"{point.width} bits for all"

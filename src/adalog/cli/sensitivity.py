@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from adalog import Config
-from adalog.cli import budgets, detectors
+from adalog.cli import budgets, detectors, views
 from adalog.cli.console import (
     emit_json,
     partial_of,
@@ -96,14 +96,9 @@ def command(
 def table_of(measurement: Sensitivity, name: str) -> Table:
     """Return a table with one row per operand and its loss at each width. name: the model or part that was measured."""
     loss = "KL divergence [nats]" if measurement.measure == "kl" else measurement.measure
-    table = Table(
-        title=escape(f"Each operand quantized alone: {loss} of the output of {name}, on {measurement.images} inputs")
-    )
+    title = escape(f"Each operand quantized alone: {loss} of the output of {name}, on {measurement.images} inputs")
     widths = sorted({row.bits for row in measurement.rows})
-    for column in ("site", "operand"):
-        table.add_column(column)
-    for width in widths:
-        table.add_column(f"{width} bits", justify="right")
+    table = Table("site", "operand", *views.numbers(*(f"{width} bits" for width in widths)), title=title)
     rows = {(row.unit, row.operand, row.bits): row.loss for row in measurement.rows}
     for unit in measurement.units:
         for kind in unit.operands:

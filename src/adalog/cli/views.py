@@ -4,12 +4,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from adalog import artifact
 from adalog.ledger import float_lines
 from adalog.study.cost import PRODUCT_ROLES, Cost
 from adalog.study.evaluate import Score, Share
+
+
+def numbers(*headings: str) -> list[Column]:
+    """Return columns of numbers."""
+    return [Column(heading, justify="right") for heading in headings]
+
+
+def texts(*headings: str) -> list[Column]:
+    """Return columns of texts, which wrap instead of losing letters."""
+    return [Column(heading, overflow="fold") for heading in headings]
 
 
 def percent(value: float | None) -> str:
@@ -41,9 +51,8 @@ def describe_score(name: str, score: Score, reference: str | None, full: Score |
 
 def census_table(facts: Mapping[str, Any]) -> Table:
     """Return a table of the sites that `zoo.inspect` found."""
-    table = Table(title=f"{escape(facts['model'])}: {facts['parameters']:,} parameters, images {facts['images']}")
-    for column in ("site", "role", "left", "right", "weight"):
-        table.add_column(column, overflow="fold")
+    title = f"{escape(facts['model'])}: {facts['parameters']:,} parameters, images {facts['images']}"
+    table = Table(*texts("site", "role", "left", "right", "weight"), title=title)
     for row in facts["sites"]:
         shape = "" if row["shape"] is None else " x ".join(map(str, row["shape"]))
         table.add_row(escape(row["site"]), row["role"], row["left"], row["right"], shape)
@@ -62,9 +71,8 @@ def census_lines(facts: Mapping[str, Any]) -> str:
 
 def methods_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table of methods with their sources and the choices that differ from the defaults."""
-    table = Table(title="Methods, with the choices that differ from the defaults")
-    for column in ("method", "source", "choices"):
-        table.add_column(column, overflow="fold")
+    title = "Methods, with the choices that differ from the defaults"
+    table = Table(*texts("method", "source", "choices"), title=title)
     for row in rows:
         choices = ", ".join(f"{name} = {_choice(value)}" for name, value in row["choices"].items())
         table.add_row(row["name"], escape(row["source"]), escape(choices))
@@ -87,10 +95,7 @@ def bytes_table(content: bytes) -> Table:
     """Return a table of an artifact's bytes, with one row per tensor and one column per part."""
     parts = artifact.sizes(content)
     columns = [part for part in parts if part != "header"]
-    table = Table(title="Bytes")
-    table.add_column("tensor", overflow="fold")
-    for column in (*columns, "all"):
-        table.add_column(column, justify="right")
+    table = Table(*texts("tensor"), *numbers(*columns, "all"), title="Bytes")
     for name, counts in artifact.tensor_sizes(content).items():
         cells = [f"{counts[part]:,}" if part in counts else "" for part in columns]
         table.add_row(escape(name), *cells, f"{sum(counts.values()):,}")
@@ -116,9 +121,8 @@ def health(facts: Mapping[str, Any]) -> list[str | Table]:
         lines.append(f"ADALOG_LEVEL limits the kernels to {native['held']}")
     if native["level"] is None:
         return ["\n".join([*lines, f"native is not available: {native['why']}"])]
-    table = Table(title=f"native: {escape(native['library'])}, interface {native['interface']['library']}")
-    for column in ("kernels", "run here"):
-        table.add_column(column)
+    title = f"native: {escape(native['library'])}, interface {native['interface']['library']}"
+    table = Table("kernels", "run here", title=title)
     for name, runs in native["kernels"].items():
         suffix = ", used by default" if name == native["level"] else ""
         table.add_row(name, f"yes{suffix}" if runs else "no: the processor or the system does not support them")
@@ -127,11 +131,9 @@ def health(facts: Mapping[str, Any]) -> list[str | Table]:
 
 def times(facts: Mapping[str, Any]) -> list[str | Table]:
     """Format the times of `adalog bench`, one row per batch size and executor, then the missing executors and why."""
-    table = Table(title=f"{escape(facts['file'])}, threads: {facts['threads']}; median times")
-    table.add_column("executor")
-    columns = ("batch", "CPU [ms]", "wall [ms]", "images/s", "runs", "weights [MB]", "load [s]")
-    for column in columns:
-        table.add_column(column, justify="right")
+    columns = numbers("batch", "CPU [ms]", "wall [ms]", "images/s", "runs", "weights [MB]", "load [s]")
+    title = f"{escape(facts['file'])}, threads: {facts['threads']}; median times"
+    table = Table("executor", *columns, title=title)
     for row in facts["rows"]:
         cells = (row["batch"], f"{row['cpu_ms']:.2f}", f"{row['wall_ms']:.2f}")
         loading = "" if row["load_seconds"] is None else f"{row['load_seconds']:.2f}"
@@ -142,10 +144,7 @@ def times(facts: Mapping[str, Any]) -> list[str | Table]:
 
 def cost_table(title: str, result: Cost) -> Table:
     """Return a table of costs with one row per role."""
-    table = Table(title=escape(title))
-    table.add_column("role")
-    for column in ("count", "FixOPs", "BOPs", "weight bytes"):
-        table.add_column(column, justify="right")
+    table = Table("role", *numbers("count", "FixOPs", "BOPs", "weight bytes"), title=escape(title))
     for role, row in result.by_role().items():
         kind = "" if role in PRODUCT_ROLES else "dim"
         table.add_row(
