@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -228,24 +228,41 @@ def _compare(
     plain, names = open_engine(certificate.engine, content), [entry.name for entry in model.graph.input]
     watched, values = _watch(model, replay)
     inside = open_engine(certificate.engine, watched)
+
+    def run(batch: Sequence[Tensor]) -> list[Any]:
+        results = _run(plain, inputs_of(batch, names), certificate.engine)
+        return [results.get(entry.name) for entry in model.graph.output]
+
+    def inspect(batch: Sequence[Tensor], codes: Mapping[str, Tensor]) -> list[SiteReport]:
+        feeds = inputs_of(batch, names)
+        inner = {**feeds, **_run(inside, feeds, certificate.engine)}
+        return [_site(replay, site, inner, values, codes) for site in replay.sites]
+
+    compare_batches(certificate, compiled, batches, run, inspect)
+
+
+def compare_batches(
+    certificate: Certificate,
+    compiled: Compiled,
+    batches: Iterable[Sequence[Tensor]],
+    run: Callable[[Sequence[Tensor]], Sequence[Any]],
+    inspect: Callable[[Sequence[Tensor], Mapping[str, Tensor]], list[SiteReport]],
+) -> None:
+    """Compare the outputs on all images, and every site on the first ones; write the results to the certificate.
+
+    compiled: the artifact. run: returns the file's outputs for a batch. inspect: compares every site on a batch, given
+    the executor's codes. Raises ValueError if there are no images.
+    """
     answers, own = list[Answers](), list[Answers]()
     count = 0
     for batch in batches:
-        feeds = inputs_of(batch, names)
-        actual = _run(plain, feeds, certificate.engine)
         expected = present_leaves(compiled(*batch))
-        answers.append(pair(expected, [actual.get(entry.name) for entry in model.graph.output]))
+        answers.append(pair(expected, run(batch)))
         if count < SITE_IMAGES:
             few = tuple(value[: SITE_IMAGES - count] for value in batch)
-            feeds = inputs_of(few, names)
-            inner = {**feeds, **_run(inside, feeds, certificate.engine)}
-            own.append(
-                pair([value[: len(few[0])] for value in expected], present_leaves(quantized.program.run(move(few))))
-            )
-            codes = compiled.codes(*few)
-            certificate.sites = merge_sites(
-                certificate.sites, [_site(replay, site, inner, values, codes) for site in replay.sites]
-            )
+            moved = present_leaves(compiled.quantized.program.run(move(few)))
+            own.append(pair([value[: len(few[0])] for value in expected], moved))
+            certificate.sites = merge_sites(certificate.sites, inspect(few, compiled.codes(*few)))
         count += len(batch[0])
     if not count:
         raise ValueError("there are no images to compare: give at least one")

@@ -1,27 +1,15 @@
 """Certify ExecuTorch files: compare their bytes, their sites and their outputs with those of the artifact."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from adalog.errors import ArtifactError
 from adalog.export import executorch
-from adalog.export.certificate import (
-    ROUNDING,
-    SITE_IMAGES,
-    Answers,
-    Certificate,
-    SiteReport,
-    judge,
-    merge_sites,
-    move,
-    pair,
-    relative_errors,
-)
+from adalog.export.certificate import ROUNDING, Certificate, SiteReport, compare_batches
 from adalog.export.noise import noise_like
-from adalog.graph.program import present_leaves
 from adalog.quantized import QuantizedProgram
 from adalog.runtime import Compiled
 from adalog.runtime.reference import CodeProduct, IntegerSite, finish
@@ -89,32 +77,18 @@ def _compare(
     run = executorch.open_file(content)
     watched, replay, names = executorch.to_watched(quantized)
     inside = executorch.open_file(watched)
-    answers, own = list[Answers](), list[Answers]()
-    count = 0
-    for batch in batches:
-        expected = present_leaves(compiled(*batch))
-        images = range(len(batch[0]))
-        answers.append(pair(expected, _join([run([value[i : i + 1] for value in batch]) for i in images])))
-        if count < SITE_IMAGES:
-            few = tuple(value[: SITE_IMAGES - count] for value in batch)
-            results = _join([inside([value[i : i + 1] for value in few]) for i in range(len(few[0]))])
-            inner = dict(zip(names, results[len(results) - len(names) :], strict=True))
-            own.append(
-                pair([value[: len(few[0])] for value in expected], present_leaves(quantized.program.run(move(few))))
-            )
-            codes = compiled.codes(*few)
-            reports = [_site(quantized, site, inner, codes) for site in replay.sites]
-            certificate.sites = merge_sites(certificate.sites, reports)
-        count += len(batch[0])
-    if not count:
-        raise ValueError("there are no images to compare: give at least one")
-    certificate.images = count
-    certificate.own_error = float(relative_errors(own).median())
-    judge(certificate, answers)
+
+    def inspect(batch: Sequence[Tensor], codes: Mapping[str, Tensor]) -> list[SiteReport]:
+        results = _one_by_one(inside, batch)
+        inner = dict(zip(names, results[len(results) - len(names) :], strict=True))
+        return [_site(quantized, site, inner, codes) for site in replay.sites]
+
+    compare_batches(certificate, compiled, batches, lambda batch: _one_by_one(run, batch), inspect)
 
 
-def _join(results: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Join the outputs of single images into batches."""
+def _one_by_one(run: Callable[[Sequence[Tensor]], list[Tensor]], batch: Sequence[Tensor]) -> list[Tensor]:
+    """Run a file on each image of a batch, and join the outputs."""
+    results = [run([value[i : i + 1] for value in batch]) for i in range(len(batch[0]))]
     return [torch.cat(list(outputs)) for outputs in zip(*results, strict=True)]
 
 
