@@ -1,7 +1,6 @@
 """The command line interface: one module per command, each with a function `command`."""
 
 import sys
-from collections.abc import Callable
 
 import typer
 
@@ -26,25 +25,11 @@ from adalog.cli import (
 from adalog.cli.console import Commands, run
 from adalog.cli.options import DebugOption
 
-# `adalog --help` lists the commands in this order.
-COMMANDS: dict[str, Callable[..., None]] = {
-    "demo": demo.command,
-    "quantize": quantize.command,
-    "sensitivity": sensitivity.command,
-    "pareto": pareto.command,
-    "evaluate": evaluate.command,
-    "detect": detect.command,
-    "export": export.command,
-    "certify": certify.command,
-    "inspect": inspect.command,
-    "report": report.command,
-    "methods": methods.command,
-    "doctor": doctor.command,
-    "bench": bench.command,
-    "pack": pack.command,
-    "vectors": vectors.command,
-    "cost": cost.command,
-}
+# In the order in which `adalog --help` lists them.
+_COMMANDS = (
+    *(demo, quantize, sensitivity, pareto, evaluate, detect, export, certify),
+    *(inspect, report, methods, doctor, bench, pack, vectors, cost),
+)
 
 # Commands that torchrun may run as several processes.
 SHARED = ("quantize", "evaluate", "sensitivity", "pareto")
@@ -56,8 +41,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for _name, _command in COMMANDS.items():
-    app.command(name=_name)(_command)
+for _module in _COMMANDS:
+    app.command(name=_module.__name__.rpartition(".")[2])(_module.command)
 
 
 @app.callback()
