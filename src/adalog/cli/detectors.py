@@ -176,9 +176,10 @@ def evaluate_if_detector(
     refused: Collection[str],
     json_out: str | None,
 ) -> bool:
-    """Evaluate `file` and return True if it names a detector or --coco is given; otherwise return False.
+    """Evaluate a detector by COCO average precision, and return True; return False if `file` is not a detector.
 
-    refused: the given options that detectors do not support.
+    refused: the given options that detectors do not support. jobs: number of images that run at a time. The executors
+    native and reference always take one at a time.
     """
     by_name = zoo.names_detector(str(file))
     if not by_name and instances is None:
@@ -190,45 +191,6 @@ def evaluate_if_detector(
     if instances is None or data is None:
         raise DataError(f"{file} is a detector: give --coco instances.json and --data FOLDER with the annotated images")
     detector = load_detector(file, no_pretrained, checkpoint, executor, jobs)
-    evaluate(file, detector, instances, data, executor=executor, jobs=jobs, json_out=json_out)
-    return True
-
-
-def load_detector(
-    file: Path, no_pretrained: bool, checkpoint: Path | None, executor: str | None, jobs: int
-) -> Detector:
-    """Load the detector of an artifact, run by `executor` if given, or a full-precision detector by its name."""
-    if zoo.names_detector(str(file)):
-        if executor is not None:
-            raise ValueError(f"--executor needs an artifact, and {file} is not quantized: leave it out")
-        return load_float(str(file), no_pretrained, checkpoint)
-    if checkpoint is not None or no_pretrained:
-        raise ValueError(
-            f"--checkpoint and --no-pretrained apply only to {zoo.KINDS}, and not to {file}: leave them out"
-        )
-    if not is_detector(artifact.read(file)):
-        raise DataError(f"{file} is not a detector: give a file that `adalog quantize mmdet:NAME` wrote")
-    with waiting(f"loading {file}"):
-        detector = load(file)
-        if executor is None:
-            return detector
-        return compile_parts(detector, executor, **({"threads": jobs} if executor == "native" else {}))
-
-
-def evaluate(
-    file: Path,
-    detector: Detector,
-    instances: Path,
-    data: Path,
-    *,
-    executor: str | None,
-    jobs: int,
-    json_out: str | None,
-) -> None:
-    """Evaluate a detector by COCO average precision.
-
-    jobs: number of images that run at a time. The executors native and reference always take one at a time.
-    """
     annotated = coco.read_annotations(instances, data)
     categories = coco.categories_of(detector.settings.names, annotated)
     with progress_bar() as progress, quiet():
@@ -251,6 +213,28 @@ def evaluate(
     emit_json(record | {name: _number(value) for name, value in figures.items()}, json_out)
     if json_out != "-":
         say(ap_table(f"{len(annotated)} images of {instances}", [("", str(file), figures)]))
+    return True
+
+
+def load_detector(
+    file: Path, no_pretrained: bool, checkpoint: Path | None, executor: str | None, jobs: int
+) -> Detector:
+    """Load the detector of an artifact, run by `executor` if given, or a full-precision detector by its name."""
+    if zoo.names_detector(str(file)):
+        if executor is not None:
+            raise ValueError(f"--executor needs an artifact, and {file} is not quantized: leave it out")
+        return load_float(str(file), no_pretrained, checkpoint)
+    if checkpoint is not None or no_pretrained:
+        raise ValueError(
+            f"--checkpoint and --no-pretrained apply only to {zoo.KINDS}, and not to {file}: leave them out"
+        )
+    if not is_detector(artifact.read(file)):
+        raise DataError(f"{file} is not a detector: give a file that `adalog quantize mmdet:NAME` wrote")
+    with waiting(f"loading {file}"):
+        detector = load(file)
+        if executor is None:
+            return detector
+        return compile_parts(detector, executor, **({"threads": jobs} if executor == "native" else {}))
 
 
 def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs: int, json_out: str | None) -> None:
