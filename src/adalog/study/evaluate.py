@@ -65,7 +65,6 @@ def predict(
     batch: int | None = None,
     jobs: int = 1,
     device: torch.device | str | None = None,
-    progress: Callable[[int], None] | None = None,
 ) -> Tensor:
     """Return the model's logits, or the features of a model without a classifier: float32 on the CPU, (N, C).
 
@@ -73,7 +72,6 @@ def predict(
     jobs + 1 of them in memory.
     jobs: number of batches that run at the same time, in threads.
     device: the device that batches are moved to first.
-    progress(done): called with the number of images done.
     The output may be a tensor, a structure with `logits`, or a tuple whose first element is the logits. Raises
     DataError for other outputs, for NaN, and if there are no images.
     """
@@ -93,23 +91,13 @@ def predict(
         batch = batch_on(images.device if device is None else device, [model])
     results: list[Tensor] = []
     pending: deque[Future[Tensor]] = deque()
-    done = 0
-
-    def collect() -> None:
-        nonlocal done
-        results.append(pending.popleft().result())
-        done += len(results[-1])
-        if progress is not None:
-            progress(done)
-
     with ThreadPoolExecutor(jobs) as pool:
         for inputs in images.split(batch) if isinstance(images, Tensor) else images:
             pending.append(pool.submit(run, inputs))
             if len(pending) > jobs:
-                collect()
-        while pending:
-            collect()
-    if not done:
+                results.append(pending.popleft().result())
+        results += [future.result() for future in pending]
+    if not sum(map(len, results)):
         raise DataError("there are no images to evaluate the model on: give at least one")
     return torch.cat(results)
 
@@ -155,10 +143,9 @@ def in_batches(
         done += len(spans[name])
         resources.report(done, count)
 
-    def run_span(name: str) -> T:
-        return make(spans[name])
-
-    results = resources.ranks.share(list(spans), run_span, coded=coded, threads=resources.jobs, finished=finish)
+    results = resources.ranks.share(
+        list(spans), lambda name: make(spans[name]), coded=coded, threads=resources.jobs, finished=finish
+    )
     return list(results.values())
 
 
