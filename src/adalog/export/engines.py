@@ -13,8 +13,8 @@ ENGINES = get_args(Engine)
 Run = Callable[[Mapping[str, Any]], dict[str, Any]]  # inputs by name -> outputs by name, as arrays
 
 
-def open_engine(engine: str, content: bytes, threads: int = 1) -> Run:
-    """Return a function that runs a file in an engine.
+def open_engine(engine: str, content: bytes) -> Run:
+    """Return a function that runs a file in an engine, with one thread.
 
     Raises ArtifactError if the engine refuses the file, and ValueError for an unknown engine.
     """
@@ -22,28 +22,26 @@ def open_engine(engine: str, content: bytes, threads: int = 1) -> Run:
         raise ValueError(f"engine = {engine!r} is not one of {', '.join(ENGINES)}")
     module = package(engine)
     try:
-        return (
-            _onnxruntime(module, content, threads) if engine == "onnxruntime" else _openvino(module, content, threads)
-        )
+        return _onnxruntime(module, content) if engine == "onnxruntime" else _openvino(module, content)
     except Exception as cause:  # engines raise classes of their own
         raise ArtifactError(
             f"{engine} cannot open the file ({one_line(cause)}): try another version of it, or another engine"
         ) from cause
 
 
-def _onnxruntime(onnxruntime: Any, content: bytes, threads: int) -> Run:
+def _onnxruntime(onnxruntime: Any, content: bytes) -> Run:
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = 1
     options.log_severity_level = 4  # failures are raised; print nothing else to the terminal
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     return lambda inputs: dict(zip(names, session.run(names, dict(inputs)), strict=True))
 
 
-def _openvino(openvino: Any, content: bytes, threads: int) -> Run:
+def _openvino(openvino: Any, content: bytes) -> Run:
     core = openvino.Core()
     # Without the hint, processors with bfloat16 compute in it and round every accumulator to 8 bits.
-    options = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
+    options = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "f32"}
     model = core.compile_model(core.read_model(content), "CPU", options)
     request = model.create_infer_request()
 
