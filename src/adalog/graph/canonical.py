@@ -420,9 +420,9 @@ def _unfold_masked_fill(call: OpCall) -> Ref:
     return call.emit("aten.where.self", mask, fill, value)
 
 
-def _respell(op: str, *last: Arg) -> Callable[[OpCall], Ref]:
-    """Return a rewrite that emits the operation as `op`, with the arguments `last` after its own."""
-    return lambda call: call.emit(op, *call.args, *last, **call.kwargs)
+def _respell(op: str, *last: Arg, **named: Arg) -> Callable[[OpCall], Ref]:
+    """Return a rewrite that emits the operation as `op`, with further arguments after its own."""
+    return lambda call: call.emit(op, *call.args, *last, **call.kwargs, **named)
 
 
 def _unfold_transpose(call: OpCall) -> Ref:
@@ -441,11 +441,6 @@ def _with_correction(op: str) -> Callable[[OpCall], Ref]:
     return respell
 
 
-def _unfold_floor_division(call: OpCall) -> Ref:
-    """Write a division of tensors that rounds down with the rounding as an argument."""
-    return call.emit("aten.div.Tensor_mode", *call.args, rounding_mode="floor")
-
-
 _COMPARISONS = {"greater": "gt", "less": "lt", "greater_equal": "ge", "less_equal": "le", "not_equal": "ne"}
 # Operations with several names in PyTorch.
 _ALIASES = {
@@ -459,21 +454,27 @@ _ALIASES = {
     "absolute.default": "abs.default",
     "moveaxis.int": "movedim.int",
     "special_expit.default": "sigmoid.default",
+    "swapaxes.default": "transpose.int",
+    "swapdims.default": "transpose.int",
+    "clip.default": "clamp.default",
+    "clip.Tensor": "clamp.Tensor",
+    "__and__.Tensor": "bitwise_and.Tensor",
+    "__or__.Tensor": "bitwise_or.Tensor",
+    "max.other": "maximum.default",
+    "min.other": "minimum.default",
     **{f"{long}.{kind}": f"{short}.{kind}" for kind in ("Tensor", "Scalar") for long, short in _COMPARISONS.items()},
 }
 # Each function returns the replacement of an operation (a tuple of references for an operation with several results),
 # or None to keep the operation as it is.
 UNFOLDED: Mapping[str, Callable[[OpCall], Any]] = {
     **{f"aten.{name}": _respell(f"aten.{other}") for name, other in _ALIASES.items()},
-    **dict.fromkeys(("aten.mT.default", "aten.mH.default"), _respell("aten.transpose.int", -2, -1)),  # values are real
-    "aten.adjoint.default": _respell("aten.transpose.int", -2, -1),
+    # Values are real.
+    **dict.fromkeys(aten("mT.default mH.default adjoint.default"), _respell("aten.transpose.int", -2, -1)),
     "aten.numpy_T.default": _unfold_transpose,
-    **dict.fromkeys(("aten.swapaxes.default", "aten.swapdims.default"), _respell("aten.transpose.int")),
-    **dict.fromkeys(aten("floor_divide.default floor_divide.Tensor floor_divide.Scalar"), _unfold_floor_division),
-    "aten.clip.default": _respell("aten.clamp.default"),
-    "aten.clip.Tensor": _respell("aten.clamp.Tensor"),
-    "aten.__and__.Tensor": _respell("aten.bitwise_and.Tensor"),
-    "aten.__or__.Tensor": _respell("aten.bitwise_or.Tensor"),
+    **dict.fromkeys(
+        aten("floor_divide.default floor_divide.Tensor floor_divide.Scalar"),
+        _respell("aten.div.Tensor_mode", rounding_mode="floor"),
+    ),
     "aten.var.dim": _with_correction("aten.var.correction"),
     "aten.std.dim": _with_correction("aten.std.correction"),
     "aten.scaled_dot_product_attention.default": unfold_attention,
@@ -501,8 +502,6 @@ UNFOLDED: Mapping[str, Callable[[OpCall], Any]] = {
     "aten.logsumexp.default": unfold_logsumexp,
     "aten.max.default": _of_all("aten.amax.default"),
     "aten.min.default": _of_all("aten.amin.default"),
-    "aten.max.other": _respell("aten.maximum.default"),
-    "aten.min.other": _respell("aten.minimum.default"),
 }
 
 
