@@ -139,7 +139,6 @@ def alternating(
     high: Tensor,
     *,
     sizes: Sequence[int] = (64, 64),
-    rounds: int = 1,
     incumbent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Search one hyperparameter at a time over its uniform grid, with the others fixed: O(n) evaluations.
@@ -149,11 +148,10 @@ def alternating(
     """
     best = torch.stack([low[0], *high[1:]]) if incumbent is None else incumbent
     best_loss = loss(best[None])[0]
-    for _ in range(rounds):
-        for axis, size in enumerate(sizes):
-            points = best.expand(size, *best.shape).clone()
-            points[:, axis] = _line(low[axis], high[axis], size)
-            best, best_loss = _winner(loss, points, loss(points), best)
+    for axis, size in enumerate(sizes):
+        points = best.expand(size, *best.shape).clone()
+        points[:, axis] = _line(low[axis], high[axis], size)
+        best, best_loss = _winner(loss, points, loss(points), best)
     return best, best_loss
 
 
