@@ -441,7 +441,7 @@ def describe(quantized: QuantizedProgram) -> dict[str, Any]:
         "config": json.loads(quantized.config.to_json()),
         "inputs": quantized.shapes(),
         "float_sites": quantized.float_sites(),
-        "float_operations": quantized.float_operations(),
+        "float_operations": quantized.program.float_operations(),
         "refusals": dict(quantized.refusals),
         "sites": [
             row | {"sqnr": row["sqnr"] if math.isfinite(row["sqnr"]) else None} for row in ledger_json(quantized.ledger)

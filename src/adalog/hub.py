@@ -152,7 +152,7 @@ def card(quantized: QuantizedProgram, size: int, figures: Mapping[str, str], *, 
             "",
             "```text",
             *map(_plain_line, ledger_table(quantized.ledger)),
-            *map(_plain_line, float_lines(quantized.refusals, quantized.float_operations())),
+            *map(_plain_line, float_lines(quantized.refusals, quantized.program.float_operations())),
             "```",
             "",
         ]

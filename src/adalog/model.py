@@ -227,7 +227,7 @@ class QuantizedModel(nn.Module):
         Returns:
             The number of operations by the name of the operation.
         """
-        return self.quantized.float_operations()
+        return self.program.float_operations()
 
     def summary(self) -> str:
         """Return the ledger as text.

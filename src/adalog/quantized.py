@@ -100,16 +100,12 @@ class QuantizedProgram:
         sites = [node for node in self.program.nodes if node.op in PRODUCTS or node.op in FLOAT_PRODUCTS]
         return [node.scope or node.name for node in sites if not {arg.name for arg in node.args[:2]} <= quantized]
 
-    def float_operations(self) -> dict[str, int]:
-        """Count the operations that run in float32, by operation: everything that is not a multiplication."""
-        return self.program.float_operations()
-
     def summary(self) -> str:
         """Return the ledger as text: one row per site, what stays float and why, and the error of the output."""
         lines = ledger_table(self.ledger)
         bits = f"bits {self.config.bits}{', except at sites with pinned bits' if self.config.pinned else ''}"
         lines.append(f"{bits}; {len(self.ledger)} sites, {len(self.float_sites())} of them float")
         lines += [f"height and width of {name} are free" for name in self.program.free]
-        lines += float_lines(self.refusals, self.float_operations())
+        lines += float_lines(self.refusals, self.program.float_operations())
         lines += error_lines(self.provenance.get("output_error"))
         return "\n".join(line.rstrip() for line in lines)

@@ -190,7 +190,7 @@ def _facts_of(subject: ReportData, sensitivity: Losses | None, rows: Sequence[di
         "worst": min(with_sqnr, key=lambda row: row["sqnr"], default=None),
         "loss": None if sensitivity is None else sensitivity.total(subject.sites),
         "refused": refused,
-        "operations": float_lines({}, quantized.float_operations())[-1],
+        "operations": float_lines({}, quantized.program.float_operations())[-1],
         "config": described["config"],
         "provenance": described["provenance"],
         "version": artifact.read_header(subject.content, subject.name)["version"],
