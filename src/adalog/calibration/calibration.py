@@ -367,7 +367,7 @@ class Calibration:
         self._shared.prepare(config)
         for group in chain.from_iterable(self._splits()):
             if sites is None or any(site.name in sites for site in group.sites):
-                yield self._search(group, config)
+                yield self._search_together([group], config)[0]
 
     @_alone
     def evaluate(self, searched: SearchResult, config: Config) -> SearchResult:
@@ -409,9 +409,6 @@ class Calibration:
 
     # --- one group ---
 
-    def _search(self, group: SiteGroup, config: Config) -> SearchResult:
-        return self._search_together([group], config)[0]
-
     @_alone
     def _search_together(
         self, groups: Sequence[SiteGroup], overall: Config, start: Assignment | None = None
@@ -429,7 +426,8 @@ class Calibration:
         cache = self._searched if start is None else {}  # without a start these choices may find other quantizers
         for activation in formats_of(groups[0].first, config):
             if candidates[0] and groups[0].first.role in ("linear", "conv"):  # the first products have the same values
-                products = [_in_format(results[0].product, activation, config) for results in candidates]
+                firsts = [results[0].product for results in candidates]
+                products = [replace(first, left=in_format(first.left, activation, config)) for first in firsts]
             else:
                 products = [
                     self._product(group, config, fold, activation)
@@ -592,11 +590,6 @@ class Calibration:
         """
         choices = choices_of(group, config)
         return self._product(group, choices, assignment.fold, formats_of(group.first, choices)[0])
-
-
-def _in_format(product: Product, activation: Format, config: Config) -> Product:
-    """Return the product of a linear or convolution with its left operand in another format."""
-    return replace(product, left=in_format(product.left, activation, config))
 
 
 def _maybe_uniform(products: Sequence[Product], results: Sequence[SearchResult], config: Config) -> list[int]:

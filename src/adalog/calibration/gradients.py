@@ -35,7 +35,7 @@ def hessian_probe(generator: torch.Generator) -> Probe:
     """
 
     def probe(outputs: Sequence[Tensor], images: slice) -> Sequence[Tensor]:
-        signs = [_like(torch.randint(0, 2, value.shape, generator=generator) * 2 - 1, value) for value in outputs]
+        signs = [(torch.randint(0, 2, value.shape, generator=generator) * 2 - 1).to(value) for value in outputs]
         if not _is_scores(outputs):
             return signs
         p = outputs[0].detach().softmax(-1)
@@ -53,7 +53,7 @@ def noise_probe(generator: torch.Generator) -> Probe:
     """
 
     def probe(outputs: Sequence[Tensor], images: slice) -> Sequence[Tensor]:
-        noise = [_like(torch.randn(value.shape, generator=generator), value) for value in outputs]
+        noise = [torch.randn(value.shape, generator=generator).to(value) for value in outputs]
         if not _is_scores(outputs):
             return noise
         p = outputs[0].detach().softmax(-1)
@@ -84,11 +84,7 @@ def mean_distance(outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tenso
 
 def gradient_probe(gradient: Tensor) -> Probe:
     """Return a probe with a given gradient with respect to the model's only output: (images, ...)."""
-    return lambda outputs, images: [_like(gradient[images], outputs[0])]
-
-
-def _like(value: Tensor, other: Tensor) -> Tensor:
-    return value.to(other)
+    return lambda outputs, images: [gradient[images].to(outputs[0])]
 
 
 def _is_scores(outputs: Sequence[Tensor]) -> bool:
@@ -116,11 +112,7 @@ def squared_gradients(
     leaves = {name: value.detach() if name in statistics else _leaf(value) for name, value in program.tensors.items()}
     free, values = replace(program, tensors=leaves), Values(program, images)
     shapes, count = values.shapes, values.count
-    names = [
-        name
-        for name, value in shapes.items()
-        if name in names and isinstance(value, Tensor) and value.is_floating_point()
-    ]
+    names = [name for name in shapes if name in names and values.is_float(name)]
     dimensions = _image_dimensions(values, names)
     draw = few = count if dimensions is None else BATCH
     sizes = _bytes_by_node(program, shapes)

@@ -76,7 +76,9 @@ class Observations:
         self._program = program
         self._all = Values(program, images)
         self._shapes, self._batch = self._all.shapes, self._all.count
-        self._home = _homes(program)
+        # The number of nodes after which each value exists: 0 for inputs and stored tensors.
+        self._home = dict.fromkeys((*program.inputs, *program.tensors), 0)
+        self._home |= {node.name: number for number, node in enumerate(program.nodes, 1)}
         # When each value is held: until the last node that reads it, and until the cut before the last stage that
         # holds it.
         self._lives = replace(program, output=()).lives()
@@ -303,9 +305,3 @@ class Observations:
             shape[dim] = -(-self._all.count * entries // stage.stride)
             values[name] = piece.new_empty(shape)
         values[name].narrow(dim, -(-before * entries // stage.stride), piece.shape[dim]).copy_(piece)
-
-
-def _homes(program: Program) -> dict[str, int]:
-    """Return the number of nodes after which each value exists: 0 for inputs and stored tensors."""
-    homes = dict.fromkeys((*program.inputs, *program.tensors), 0)
-    return homes | {node.name: index + 1 for index, node in enumerate(program.nodes)}

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from adalog.errors import DataError
 from adalog.inputs.weights import misfit, read_weights
@@ -15,7 +15,10 @@ def load_parts(parts: Mapping[str, nn.Module], path: Path, spec: str) -> None:
 
     Raises DataError if a name or shape differs from the parts'; the message lists the differences.
     """
-    weights = {name: _as_here(name, value) for name, value in read_weights(path).items()}
+    weights = {
+        name: value.flatten() if name.endswith("relative_position_index") else value
+        for name, value in read_weights(path).items()
+    }
     names = list(public_names(parts))
     own = {public: parts[part].state_dict()[name] for part, name, public in names}
     if reason := misfit(own, weights):
@@ -37,10 +40,6 @@ def public_names(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, str
             layer = max((candidate for candidate in layers if name.startswith(f"{candidate}.")), key=len, default="")
             public = layers[layer] + name[len(layer) :] if layer else name
             yield part, name, ".".join(filter(None, [place, stage, public]))
-
-
-def _as_here(name: str, value: Tensor) -> Tensor:
-    return value.flatten() if name.endswith("relative_position_index") else value
 
 
 def _layers(kind: str, module: nn.Module) -> Iterator[tuple[str, str]]:

@@ -212,12 +212,11 @@ def average_precision(content: Mapping[str, Any], results: Sequence[Mapping[str,
     Keys: box_ap, box_ap50, box_ap75, box_ap_small, box_ap_medium, box_ap_large, and the same with mask_. A figure
     without annotated objects is NaN.
     """
-    precisions: dict[str, float] = {}
-    evaluations = {kind: _evaluate(content, results, kind) for kind in ("bbox", "segm")}
-    for word, kind in (("box", "bbox"), ("mask", "segm")):
-        figures = evaluations[kind]
-        precisions |= {f"{word}_{name}": value for name, value in zip(FIGURES, figures, strict=True)}
-    return precisions
+    return {
+        f"{word}_{name}": value
+        for word, kind in (("box", "bbox"), ("mask", "segm"))
+        for name, value in zip(FIGURES, _evaluate(content, results, kind), strict=True)
+    }
 
 
 def _evaluate(content: Mapping[str, Any], results: Sequence[Mapping[str, Any]], kind: str) -> list[float]:

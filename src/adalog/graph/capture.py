@@ -128,11 +128,7 @@ def as_batch(inputs: Tensor | Sequence[Any]) -> tuple[Any, ...]:
 def take(inputs: Sequence[Any], images: Sequence[int] | Tensor) -> tuple[Any, ...]:
     """Return the inputs of the images with these numbers; numbers beyond the last image start again at the first."""
     rows = torch.as_tensor(images)
-
-    def take(value: Any) -> Any:
-        return value[rows.to(value.device) % len(value)] if isinstance(value, Tensor) else value
-
-    return tuple(take(value) for value in inputs)
+    return tuple(value[rows.to(value.device) % len(value)] if isinstance(value, Tensor) else value for value in inputs)
 
 
 @contextmanager

@@ -302,7 +302,6 @@ class Preprocessing:
         return (resized - size) // 2 if self.position == "center-floor" else round((resized - size) / 2)
 
 
-# Fields whose values are words, and the fields that files of the first version lack, with their defaults.
 # The fields that the first version lacked, with their defaults.
 _LATER: dict[str, Any] = {
     field.name: field.default

@@ -112,7 +112,9 @@ def quantize_within(
     Raises DataError if no widths meet the budget, or if the sensitivity belongs to another model.
     """
     measurement = _free(calibration, config, measurement)
-    fixed = {} if budget.bops is not None or budget.loss is not None else _activations(config)
+    fixed: dict[OperandKind, int] = {}
+    if budget.bops is None and budget.loss is None:
+        fixed = {"activation": config.activation_bits, "softmax": config.softmax_bits, "input": config.input_bits}
     maker = _Maker(calibration, config, measurement, budget, notes or {}, resources)
     extra = Totals(0.0, 0.0, 0.0)  # what the stages add to the cost
     for _ in range(_TRIES):
@@ -209,10 +211,6 @@ def _free(calibration: Calibration, config: Config, measurement: Sensitivity) ->
     rows = (row for row in measurement.rows if row.unit in units)
     rows_left = tuple(row for row in rows if getattr(config, f"{row.operand}_bits") != FLOAT_BITS)
     return replace(measurement, units=tuple(units.values()), rows=rows_left)
-
-
-def _activations(config: Config) -> dict[OperandKind, int]:
-    return {"activation": config.activation_bits, "softmax": config.softmax_bits, "input": config.input_bits}
 
 
 def _bytes_besides_codes(calibration: Calibration) -> float:
