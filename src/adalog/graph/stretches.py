@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from adalog.graph.program import Node, Program, Ref, map_refs, refs_of
+from adalog.graph.program import Program, refs_of
 from adalog.graph.tracing import size_in_bytes
 
 # The size of a list of tensors, which cannot be passed on: more bytes than any memory has.
@@ -23,23 +23,11 @@ def cut(program: Program, values: Iterable[str], output: Any, fixed: Mapping[str
     needed, nodes = set(refs_of(output)), []
     for node in reversed(program.nodes):
         if node.name in needed and node.name not in values:
-            nodes.append(fitted := _with_numbers(node, fixed))
-            needed.update(fitted.refs())
+            unfixed = fixed.keys().isdisjoint(node.refs())
+            nodes.append(node if unfixed else node.map_refs(lambda ref: fixed.get(ref.name, ref)))
+            needed.update(nodes[-1].refs())
     tensors = {name: value for name, value in program.tensors.items() if name in needed}
     return replace(program, inputs=(*program.inputs, *values), nodes=tuple(nodes[::-1]), output=output, tensors=tensors)
-
-
-def _with_numbers(node: Node, fixed: Mapping[str, int]) -> Node:
-    """Return the node with the references to these names replaced by their numbers."""
-    if fixed.keys().isdisjoint(node.refs()):
-        return node
-
-    def fix(ref: Ref) -> Any:
-        return fixed.get(ref.name, ref)
-
-    return replace(
-        node, args=map_refs(node.args, fix), kwargs={key: map_refs(arg, fix) for key, arg in node.kwargs.items()}
-    )
 
 
 def live_bytes(lives: Mapping[str, range], sizes: Mapping[str, int], count: int) -> list[int]:
