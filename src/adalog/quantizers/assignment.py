@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class QuantizedTensor:
         return replace(self, quantizer=self.quantizer.rescale(factor))
 
     def to(self, device: torch.device) -> QuantizedTensor:
-        return QuantizedTensor(self.codes.to(device), self.quantizer.map(lambda value: value.to(device)))
+        return QuantizedTensor(self.codes.to(device), self.quantizer.to(device))
 
     def describe(self, count: int = 0) -> str:
         return self.quantizer.describe(count)
@@ -126,12 +127,6 @@ class Assignment:
 
     def to(self, device: torch.device) -> Assignment:
         """Return the assignment on another device."""
-        right = self.right
-        if isinstance(right, Quantizer):
-            right = right.map(lambda value: value.to(device))
-        elif right is not None:
-            right = right.to(device)
-        left = None if self.left is None else self.left.map(lambda value: value.to(device))
-        fold = None if self.fold is None else self.fold.to(device)
-        bias = None if self.bias is None else self.bias.to(device)
-        return replace(self, left=left, right=right, fold=fold, bias=bias)
+        parts = {name: getattr(self, name) for name in ("left", "right", "fold", "bias")}
+        moved: dict[str, Any] = {name: None if part is None else part.to(device) for name, part in parts.items()}
+        return replace(self, **moved)

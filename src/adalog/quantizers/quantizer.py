@@ -262,6 +262,9 @@ class Quantizer(ABC):
         values = {name: function(value) for name, value in self.parameters().items()}
         return replace(self, **values)  # type: ignore[type-var]
 
+    def to(self: Same, device: torch.device) -> Same:
+        return self.map(lambda value: value.to(device))
+
     def rescale(self: Same, factor: float | Tensor) -> Same:
         """Multiply the scales by `factor`, which is one number or one factor per scale."""
         return replace(self, scale=self.scale * factor)  # type: ignore[type-var]
