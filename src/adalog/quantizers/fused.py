@@ -74,20 +74,11 @@ def uniform_errors(
 
     scale, zero_point: (k, *groups), where groups are the sizes of the dimensions `own_dims` of the values.
     """
-    function = _function("uniform_errors", dtype, values, scale, zero_point)
     sizes = sizes_around(values.shape, own_dims)
     fit = sizes is not None and scale.numel() == zero_point.numel() == len(scale) * sizes[1]
     module = _kernels(len(scale), dtype, values, scale, zero_point)
-    if module is not None and sizes is not None and fit:
-        values, scale, zero_point = (
-            values.contiguous(),
-            *(item.reshape(len(item), -1) for item in (scale, zero_point)),
-        )
-        result = _empty(len(scale), values, dtype)
-        parameters = scale.contiguous(), zero_point.contiguous(), 2**bits - 1
-        module.uniform_errors(values, *parameters, sizes, _matrix(values), result)
-        return result
-    if function is None or sizes is None or not fit:
+    function = None if module is not None else _function("uniform_errors", dtype, values, scale, zero_point)
+    if (function is None and module is None) or sizes is None or not fit:
         scale, zero_point = (reshape_against(item, values.shape, own_dims) for item in (scale, zero_point))
         # The same values as those of `uniform_fake_quantize`, with fewer passes over the candidates.
         steps = torch.div(values, scale).round_()
@@ -96,8 +87,12 @@ def uniform_errors(
         return steps.mul_(scale).sub_(values).to(dtype)
     values, scale, zero_point = (item.contiguous() for item in (values, scale, zero_point))
     result = _empty(len(scale), values, dtype)
-    pointers = scale.data_ptr(), zero_point.data_ptr()
-    function(values.data_ptr(), *sizes, _matrix(values), *pointers, 2**bits - 1, len(scale), result.data_ptr())
+    if function is None:
+        parameters = scale.view(len(scale), -1), zero_point.view(len(scale), -1), 2**bits - 1
+        module.uniform_errors(values, *parameters, sizes, _matrix(values), result)
+    else:
+        pointers = scale.data_ptr(), zero_point.data_ptr()
+        function(values.data_ptr(), *sizes, _matrix(values), *pointers, 2**bits - 1, len(scale), result.data_ptr())
     return result
 
 
@@ -133,17 +128,13 @@ def sums(product: Tensor, base: Tensor, error: Tensor | None, own_dims: Sequence
     base: shared by all k candidates. The result has its dtype.
     own_dims: the dimensions of the base that are not summed over.
     """
-    function, sizes = _function("sums", product.dtype, base), sizes_around(base.shape, own_dims)
+    sizes = sizes_around(base.shape, own_dims)
     fit = product.shape[1:] == base.shape and (error is None or error.shape == product.shape)
     fit = fit and (error is None or error.dtype == product.dtype)
-    module = _kernels(len(product), product.dtype, base)
-    if module is not None and sizes is not None and fit and sizes[2] >= _LEAST_SUMMED:
-        count, base, product = len(product), base.contiguous(), _together(product).contiguous()
-        error = None if error is None else _together(error).contiguous()
-        shape = count, *(base.shape[dim] for dim in own_dims)
-        added: Tensor = module.sums(product, base, error, sizes, _matrix(base), count)
-        return added.view(shape)
-    if function is None or sizes is None or not fit:
+    many = sizes is not None and sizes[2] >= _LEAST_SUMMED
+    module: Any = _kernels(len(product), product.dtype, base) if many else None
+    function = None if module is not None else _function("sums", product.dtype, base)
+    if (function is None and module is None) or sizes is None or not fit:
         alpha = 1 if error is None else 2
         alike = product.dtype == base.dtype
         product = product.add_(base, alpha=alpha) if alike else torch.add(product, base, alpha=alpha)
@@ -153,6 +144,9 @@ def sums(product: Tensor, base: Tensor, error: Tensor | None, own_dims: Sequence
     count, base, product = len(product), base.contiguous(), _together(product).contiguous()
     error = None if error is None else _together(error).contiguous()
     shape = count, *(base.shape[dim] for dim in own_dims)
+    if function is None:
+        added: Tensor = module.sums(product, base, error, sizes, _matrix(base), count)
+        return added.view(shape)
     result = torch.zeros(shape, dtype=torch.float64, device=base.device)
     pointers = product.data_ptr(), base.data_ptr(), None if error is None else error.data_ptr()
     function(*pointers, *sizes, _matrix(base), count, result.data_ptr())
