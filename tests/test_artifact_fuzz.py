@@ -20,7 +20,7 @@ from adalog.cli import main
 from adalog.graph.operations import OPERATIONS
 from adalog.inputs.demo.model import DemoViT
 from commands import call
-from stored import deserialise, serialise
+from stored import deserialise, header_of, rebuilt, serialise, setting, spliced
 
 FAST = Config(images=4, search=Search(rounds=1, steps=0), stages=())
 
@@ -76,9 +76,9 @@ def apart(content):
     return table, json.loads(table["__metadata__"][KEY]), content[8 + length :]
 
 
-def joined(table, text, data, key=KEY):
+def joined(table, text, data):
     """The file again, with `text` for our header."""
-    start = json.dumps({**table, "__metadata__": {key: text}}).encode()
+    start = json.dumps({**table, "__metadata__": {KEY: text}}).encode()
     return len(start).to_bytes(8, "little") + start + data
 
 
@@ -245,12 +245,6 @@ def test_mutants():
 # --- the worst of each kind ------------------------------------------------------------------------------------------
 
 
-def edited(content, change):
-    table, header, data = apart(content)
-    change(header)
-    return joined(table, json.dumps(header), data)
-
-
 def program(*nodes):
     """An operation list in place of the model's own; the last value is the output."""
 
@@ -258,7 +252,7 @@ def program(*nodes):
         header["nodes"] = [[f"n{i}", op, args, kwargs, ""] for i, (op, args, kwargs) in enumerate(nodes)]
         header["output"] = {"ref": f"n{len(nodes) - 1}"}
 
-    return lambda content: edited(content, change)
+    return lambda content: rebuilt(content, change)
 
 
 def aten(op, *args, **kwargs):
@@ -275,13 +269,11 @@ def header_length(content):
 
 def huge_json(content):
     """Thirty million empty lists."""
-    table, _, data = apart(content)
-    return joined(table, "[" + "[]," * 30_000_000 + "[]]", data)
+    return spliced(content, "[" + "[]," * 30_000_000 + "[]]")
 
 
 def deep_json(content):
-    table, _, data = apart(content)
-    return joined(table, "[" * 100_000 + "]" * 100_000, data)
+    return spliced(content, "[" * 100_000 + "]" * 100_000)
 
 
 def twice(content):
@@ -294,8 +286,7 @@ def twice(content):
 
 
 def twice_in_ours(content):
-    table, header, data = apart(content)
-    return joined(table, json.dumps(header).replace("{", '{"format": 2, ', 1), data)
+    return spliced(content, json.dumps(header_of(content)).replace("{", '{"format": 2, ', 1))
 
 
 def overlap(content):
@@ -333,7 +324,11 @@ def many(content):
         header["nodes"] = [[f"n{i}", *aten("zeros.default", [2**27]), ""] for i in range(3)]
         header["output"] = [{"ref": f"n{i}"} for i in range(3)]
 
-    return edited(content, change)
+    return rebuilt(content, change)
+
+
+def changed(*path):
+    return lambda content: rebuilt(content, setting(*path))
 
 
 HOSTILE = {
@@ -388,13 +383,10 @@ HOSTILE = {
     "another argument": (program(aten("relu.default", X, slope=2)), "aten.relu.default"),
     "another kind of argument": (program(aten("relu.default", "x")), "aten.relu.default"),
     "another operation": (program(("aten.set_.source_Storage", [X], {})), "is not one that a program can hold"),
-    "no operations": (lambda content: edited(content, lambda header: header.update(nodes=[])), "no operations"),
-    "no output": (lambda content: edited(content, lambda header: header.update(output=[1])), "output holds no value"),
-    "escape": (lambda content: edited(content, lambda header: header["refusals"].update({"\x1b[2J": ""})), "print"),
-    "channels": (
-        lambda content: edited(content, lambda header: header["quantizers"]["qk.left"].update(shape=[1, 1, 1, 1, 1])),
-        "do not fit a value",
-    ),
+    "no operations": (changed("nodes", []), "no operations"),
+    "no output": (changed("output", [1]), "output holds no value"),
+    "escape": (changed("refusals", "\x1b[2J", ""), "print"),
+    "channels": (changed("quantizers", "qk.left", "shape", [1, 1, 1, 1, 1]), "do not fit a value"),
 }
 
 
