@@ -85,6 +85,13 @@ def call(monkeypatch, capsys, *arguments, main=main):
     return code, error
 
 
+def refusal(monkeypatch, capsys, *arguments, main=main):
+    """The one line that `adalog ARGUMENTS` writes when it refuses, in this process."""
+    code, error = call(monkeypatch, capsys, *arguments, main=main)
+    assert (code, error.count("\n"), error[:7]) == (2, 1, "error: "), error
+    return error
+
+
 def say(monkeypatch, capsys, *arguments, main=main):
     """Standard output of `adalog ARGUMENTS`, in this process, which must exit with 0 and write no error."""
     code, output, error = _inside(monkeypatch, capsys, arguments, main)

@@ -14,7 +14,7 @@ import adalog.run
 from adalog import ArtifactError, library
 from adalog.export import to_pack
 from adalog.inputs.zoo import DEMO_PREPROCESSING
-from commands import call, run_alone, say
+from commands import call, refusal, run_alone, say
 from stored import header_of, rebuilt, refused
 
 pytestmark = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
@@ -92,8 +92,7 @@ def test_the_command(artifact, monkeypatch, capsys, tmp_path):
     assert (model.batches, model.classes, model.preprocessing) == ((1, 2), tuple(NAMES), None)
     for text, why in (("a\n\nb\n", "line 2, is not the name of a class"), ("", "line 1, is not the name")):
         names.write_text(text)
-        code, error = call(monkeypatch, capsys, "pack", artifact, "-o", out, "--classes", names)
-        assert (code, why in " ".join(error.split())) == (2, True)
+        assert why in refusal(monkeypatch, capsys, "pack", artifact, "-o", out, "--classes", names)
     assert call(monkeypatch, capsys, "pack", artifact, "-o", out, "--classes", tmp_path / "none")[0] == 2
     assert call(monkeypatch, capsys, "pack", artifact, "-o", artifact)[0] == 2
 
