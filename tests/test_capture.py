@@ -174,14 +174,6 @@ def test_several_inputs():
         program.run((left,))
 
 
-def test_variadic_inputs():
-    class Any(nn.Module):
-        def forward(self, *values):
-            return values[0] + 1
-
-    assert torch.equal(capture(Any(), IMAGES).run((IMAGES,)), IMAGES + 1)
-
-
 # --- canonical form --------------------------------------------------------------------------------------------------
 
 
@@ -200,22 +192,13 @@ def test_batch_norm_is_folded(bias, affine):
     assert not any("running" in name for name in program.tensors)
 
 
-def test_batch_norm_stays_where_the_convolution_is_read_twice():
+@pytest.mark.parametrize("combine", [torch.add, lambda *both: both], ids=["read twice", "an output"])
+def test_batch_norm_stays_where_its_convolution_is_needed_too(combine):
     def function(model, x):
         x = model.conv(x)
-        return model.norm(x) + x
+        return combine(model.norm(x), x)
 
-    program = check(Toy(function, conv=nn.Conv2d(3, 8, 3), norm=nn.BatchNorm2d(8)))
-    assert "batch_norm" in ops(program)
-
-
-def test_batch_norm_stays_where_the_convolution_is_an_output():
-    def function(model, x):
-        x = model.conv(x)
-        return model.norm(x), x
-
-    program = check(Toy(function, conv=nn.Conv2d(3, 8, 3), norm=nn.BatchNorm2d(8)))
-    assert "batch_norm" in ops(program)
+    assert "batch_norm" in ops(check(Toy(function, conv=nn.Conv2d(3, 8, 3), norm=nn.BatchNorm2d(8))))
 
 
 def test_batch_norm_by_the_images_at_hand_stays():
@@ -490,8 +473,7 @@ def test_batch_norms_with_computed_statistics_stay():
         return F.batch_norm(self.conv(x), self.mean * 2, self.variance.exp())
 
     parts = {"conv": nn.Conv2d(3, 4, 3), "mean": nn.Buffer(torch.randn(4)), "variance": nn.Buffer(torch.randn(4))}
-    model = Toy(function, **parts).eval()
-    assert torch.allclose(capture(model, IMAGES).run((IMAGES,)), model(IMAGES), atol=1e-5)
+    assert "batch_norm" in ops(check(Toy(function, **parts)))
 
 
 @torch.no_grad()
