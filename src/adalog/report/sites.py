@@ -117,7 +117,7 @@ class SiteFacts:
     """A row of the ledger with facts from the program.
 
     block: the number of its block, from 0.
-    macs, fixops: per image.
+    fixops: per image.
     weight_bytes: bytes of codes, scales and zero points.
     """
 
@@ -125,7 +125,6 @@ class SiteFacts:
     left: OperandFacts
     right: OperandFacts
     block: int = 0
-    macs: int = 0
     fixops: float = 0.0
     weight_bytes: int = 0
 
@@ -218,9 +217,8 @@ def _facts(
         names = [ref.name for ref in nodes[site.node.name].args[:2]]
         left, right = (operand(*arguments) for arguments in zip(kinds, (row.left, row.right), names, strict=True))
         rows = [entry for call in site.calls for entry in costs.get(call.name, [])]
-        macs, fixops = sum(entry.count for entry in rows), sum(entry.fixops for entry in rows)
-        weight_bytes = sum(entry.weight_bytes for entry in rows)
-        return SiteFacts(row, left, right, blocks[site.node.name], macs, fixops, weight_bytes)
+        fixops, weight_bytes = (sum(getattr(entry, name) for entry in rows) for name in ("fixops", "weight_bytes"))
+        return SiteFacts(row, left, right, blocks[site.node.name], fixops, weight_bytes)
 
     return tuple(facts(row) for row in quantized.ledger)
 

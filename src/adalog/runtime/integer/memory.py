@@ -1,5 +1,6 @@
 """Provide scratch memory, and find out the memory layout of tensors."""
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -25,10 +26,7 @@ def scratch(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.d
     New memory takes longer to get than to use, so each thread keeps its blocks until it ends. No value stays in them
     from one call of an executor to the next.
     """
-    count = 1
-    for side in shape:
-        count *= side
-    key = (name, dtype, device)
+    count, key = math.prod(shape), (name, dtype, device)
     block = _scratch.blocks.get(key)
     if block is None or block.numel() < count:
         with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
