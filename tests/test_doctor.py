@@ -14,23 +14,13 @@ import torch
 
 from adalog import library
 from adalog import version as source_version
-from adalog.cli import main
 from adalog.export.noise import noise_like
 from adalog.runtime import EXECUTORS
 from adalog.runtime.native import Context
 from adalog.study import bench, doctor
+from commands import refusal, say
 
 ROOT = Path(__file__).parent.parent
-
-
-def say(monkeypatch, capsys, *arguments, code=0):
-    """What the command prints, in this process: results, or the error."""
-    monkeypatch.setattr(sys, "argv", ["adalog", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    told = capsys.readouterr()
-    assert (stopped.value.code or 0) == code, told.err
-    return told.err if code else told.out
 
 
 @pytest.fixture
@@ -116,7 +106,7 @@ def test_the_environment_holds_kernels_to_a_level(monkeypatch, capsys):
         assert Context(1).level == library.levels()[-1]
         assert f"ADALOG_LEVEL limits the kernels to {level}" in " ".join(say(monkeypatch, capsys, "doctor").split())
     monkeypatch.setenv("ADALOG_LEVEL", "fast")
-    error = say(monkeypatch, capsys, "doctor", code=2)
+    error = refusal(monkeypatch, capsys, "doctor")
     names = ", ".join(library.LEVELS)
     assert error == f"error: ADALOG_LEVEL = 'fast' is not one of {names}: set it to one of these, or unset it\n"
 
@@ -216,7 +206,7 @@ def test_bench_beside_full_precision(quantized, monkeypatch, capsys, tmp_path):
         ("fp32", True),
     ]
     assert told["absent"] == {}
-    error = say(monkeypatch, capsys, *only, "--no-pretrained", code=2)
+    error = refusal(monkeypatch, capsys, *only, "--no-pretrained")
     assert error == "error: --checkpoint and --no-pretrained apply to the full-precision model: add --model\n"
 
 
@@ -224,10 +214,10 @@ def test_bench_beside_full_precision(quantized, monkeypatch, capsys, tmp_path):
 def test_bench_refuses_what_does_not_run(quantized, monkeypatch, capsys, tmp_path, exchange):
     file = tmp_path / "file.safetensors"
     quantized.save(file)
-    error = say(monkeypatch, capsys, "bench", file, "--executor", "quick", code=2)
+    error = refusal(monkeypatch, capsys, "bench", file, "--executor", "quick")
     assert error == f"error: --executor 'quick' is not one of fake, {', '.join(EXECUTORS)}\n"
     exchange("")
-    error = say(monkeypatch, capsys, "bench", file, "--executor", "native", code=2)
+    error = refusal(monkeypatch, capsys, "bench", file, "--executor", "native")
     assert error.startswith("error: executor = 'native' does not run here: there is no adalog/_native*.so")
     told = json.loads(say(monkeypatch, capsys, "bench", file, "--seconds", 0, "--json", "-"))
     assert list(told["absent"]) == ["native"]

@@ -6,7 +6,6 @@ from experiments.figures import Drawn, main, sqnr_figure
 import io
 import json
 import math
-import sys
 import xml.etree.ElementTree as ET
 
 import matplotlib as mpl
@@ -22,7 +21,7 @@ from adalog.ledger import LedgerRow
 from adalog.quantizers import LogQuantizer
 from adalog.study.drawing import render
 from adalog.study.levels import Panel, level_figure
-from commands import forked
+from commands import forked, refusal, say
 
 LOG = LogQuantizer(torch.tensor(2.0), 30, 37, 3, offset=0.17, keeps_offset=True)
 
@@ -138,15 +137,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-def call(monkeypatch, capsys, *arguments):
-    """Exit code, standard output and error output of the command in this process."""
-    monkeypatch.setattr(sys, "argv", ["experiments.figures", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    told = capsys.readouterr()
-    return stopped.value.code or 0, told.out, told.err
-
-
 @pytest.mark.slow
 def test_figures_of_a_model(folder, tmp_path):
     """In a process of its own: the files that are listed, and no others."""
@@ -208,8 +198,7 @@ def test_figures_of_an_artifact(folder, tmp_path, monkeypatch, capsys):
         "--json",
         tmp_path / "told",
     ]
-    code, out, err = call(monkeypatch, capsys, *arguments)
-    assert (code, err) == (0, "")
+    out = say(monkeypatch, capsys, *arguments, main=main)
     told = json.loads((tmp_path / "told").read_text())
     names = {entry["file"] for entry in told["files"]}
     assert names == {f"{name}.{form}" for name in ("histograms", "levels", "sqnr") for form in ("png", "svg")} | {
@@ -240,11 +229,7 @@ def test_figures_of_an_artifact(folder, tmp_path, monkeypatch, capsys):
 def test_bad_input(folder, monkeypatch, capsys, arguments, told):
     monkeypatch.chdir(folder)
     before = sorted(folder.iterdir())
-    code, out, err = call(monkeypatch, capsys, "--out", "new", *arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert told in err
-    assert err.count("\n") == 1
+    assert told in refusal(monkeypatch, capsys, "--out", "new", *arguments, main=main)
     assert sorted(path for path in folder.iterdir() if path.name != "__pycache__") == [
         path for path in before if path.name != "__pycache__"
     ]

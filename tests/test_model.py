@@ -198,7 +198,7 @@ def test_refuses_too_few_images(tiny, images):
 def test_refuses_images_that_are_not_finite(tiny, images, value):
     images = images.clone()
     images[1, 2, 3, 4] = value
-    with pytest.raises(CalibrationError, match="NaN or infinite"):
+    with pytest.raises(CalibrationError, match="the calibration images contain NaN or infinite values"):
         quantize(tiny, images, BITS4)
 
 

@@ -214,17 +214,20 @@ def test_hidden_scores(fast, hidden):
     assert close(compiled(x), model(x)) < 1e-5
 
 
-@pytest.fixture(scope="module")
-def windowed(fast):
-    """A Swin transformer with windows, masks and a merging, and images."""
+def swin(fast, count, size, heads, window):
+    """A quantized Swin transformer with windows, masks and a merging, and images."""
     from timm.models import SwinTransformer
 
     torch.manual_seed(0)
-    net = SwinTransformer(
-        img_size=8, patch_size=2, embed_dim=8, depths=(2, 2), num_heads=(2, 2), window_size=2, num_classes=3
-    )
-    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    sizes = {"img_size": size, "patch_size": 2, "embed_dim": 8, "window_size": window, "num_classes": 3}
+    net = SwinTransformer(depths=(2, 2), num_heads=heads, **sizes)
+    x = torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(1))
     return Calibration(net.eval(), x).quantize(fast), x
+
+
+@pytest.fixture(scope="module")
+def windowed(fast):
+    return swin(fast, 4, (8, 8), (2, 2), 2)
 
 
 @pytest.mark.slow
@@ -245,15 +248,8 @@ def test_windows_and_masks_in_other_executors(executor, windowed):
 
 @pytest.fixture(scope="module")
 def padded(fast):
-    """A Swin transformer whose windows fit no grid: rows are put between, rolled, moved to windows, back, dropped."""
-    from timm.models import SwinTransformer
-
-    torch.manual_seed(0)
-    net = SwinTransformer(
-        img_size=(18, 14), patch_size=2, embed_dim=8, depths=(2, 2), num_heads=(2, 4), window_size=4, num_classes=3
-    )
-    x = torch.randn(3, 3, 18, 14, generator=torch.Generator().manual_seed(1))
-    return Calibration(net.eval(), x).quantize(fast), x
+    """One whose windows fit no grid: rows are put between, rolled, moved to windows, back, dropped."""
+    return swin(fast, 3, (18, 14), (2, 4), 4)
 
 
 @pytest.mark.slow

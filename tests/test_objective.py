@@ -57,12 +57,17 @@ def rounding_candidates(left, keep):
     return candidates
 
 
-def direct(left, right, right_hat, keep, mask=None):
-    """||Q(left) right_hat - left right||^2 of each candidate, as written."""
+def squares(left, right, right_hat, keep, mask=None):
+    """Each output's squared error under each candidate."""
     quantized = rounding_candidates(left, keep)(points_of(left.shape, keep))
     if mask is not None:
         quantized = torch.where(mask.bool(), quantized, left)
-    error = (quantized @ right_hat - left @ right).square()
+    return (quantized @ right_hat - left @ right).square()
+
+
+def direct(left, right, right_hat, keep, mask=None):
+    """||Q(left) right_hat - left right||^2 of each candidate, as written."""
+    error = squares(left, right, right_hat, keep, mask)
     return error.sum([dim for dim in range(1, error.ndim) if dim - 1 not in keep])
 
 
@@ -99,14 +104,6 @@ def test_masked_elements_stay_unquantized(left, right, keep):
         rounding_candidates(left, keep), points_of(shape, keep)
     )
     torch.testing.assert_close(loss, direct(left, right, right_hat, keep, mask), rtol=1e-11, atol=1e-11)
-
-
-def row_errors(left, right, right_hat, keep, mask=None):
-    """Each row's squared error under each candidate, (K, *batch, T)."""
-    quantized = rounding_candidates(left, keep)(points_of(left.shape, keep))
-    if mask is not None:
-        quantized = torch.where(mask.bool(), quantized, left)
-    return (quantized @ right_hat - left @ right).square().sum(-1)
 
 
 def by_group(values, index, shape, keep):
@@ -151,7 +148,7 @@ def test_a_sample_scores_some_rows_of_every_image(shape, right, keep, images, ma
     error = ProductError.of(left, right, right_hat, keep, mask)
     sample, index = error.sample(80), rows_of_sample(error, 80)
     loss = sample.loss(rounding_candidates(sample.left, keep), points_of(shape, keep))
-    each = row_errors(left, right, right_hat, keep, mask).flatten(1)
+    each = squares(left, right, right_hat, keep, mask).sum(-1).flatten(1)
     expected = by_group(each[:, index.flatten()], index.flatten(), shape, keep)
     if isinstance(error.form, GramForm):
         loss, expected = loss - loss[:1], expected - expected[:1]

@@ -201,20 +201,20 @@ def test_fpcs_refines_scales_alone_and_loses_its_parents(scored):
     assert loss(winner) == pytest.approx(best[-1], rel=1e-5)
 
 
-@searches
-def test_linear(search):
-    left, right = linear(3)
+@pytest.mark.parametrize(
+    ("problem", "bits", "search"),
+    [
+        (linear, 3, SHORT),
+        (linear, 3, GRID_ALONE),
+        (lambda bits: after_gelu(bits, "uniform"), 4, SHORT),
+        pytest.param(linear, 6, SEARCH, marks=pytest.mark.slow),
+    ],
+    ids=["fpcs", "alternating", "uniform after gelu", "in full"],
+)
+def test_linear(problem, bits, search):
+    left, right = problem(bits)
     found = search.search_product(Product("linear", left, right))
-    point, rows = linear_oracle(left.values, right.values, 3, search)
-    assert_points(found.left, [point])
-    assert_points(found.right, rows)
-
-
-@pytest.mark.slow
-def test_linear_in_full():
-    left, right = linear(6)
-    found = SEARCH.search_product(Product("linear", left, right))
-    point, rows = linear_oracle(left.values, right.values, 6, SEARCH)
+    point, rows = linear_oracle(left.values, right.values, bits, search)
     assert_points(found.left, [point])
     assert_points(found.right, rows)
 
@@ -396,14 +396,6 @@ def test_twin(scored, search):
     assert float(found.left.negative_scale) == pytest.approx(DELTA / h, rel=1e-6)
     assert_points(found.right, rows)
     assert scored[0].flatten().tolist() == pytest.approx(powers, rel=1e-6)
-
-
-def test_uniform_after_gelu_is_a_plain_linear():
-    left, right = after_gelu(4, "uniform")
-    found = SHORT.search_product(Product("linear", left, right))
-    point, rows = linear_oracle(left.values, right.values, 4, SHORT)
-    assert_points(found.left, [point])
-    assert_points(found.right, rows)
 
 
 # --- the whole model --------------------------------------------------------------------------------------------------
