@@ -731,15 +731,10 @@ def with_start_times(monkeypatch, factor):
     return start, EXACT_ROUND.search_product(replace(given, start=start))
 
 
-def test_a_start_stays_where_the_search_finds_something_worse(monkeypatch):
-    start, found = with_start_times(monkeypatch, 10)
-    assert found.left is start.left
-    assert found.right is start.right
-
-
-def test_a_start_stays_where_the_search_finds_something_equal(monkeypatch):
+@pytest.mark.parametrize("times", [1, 10])
+def test_a_start_stays_where_the_search_finds_nothing_better(monkeypatch, times):
     """Its own quantizers, and not copies that the search made of their points."""
-    start, found = with_start_times(monkeypatch, 1)
+    start, found = with_start_times(monkeypatch, times)
     assert found.sqnr == start.sqnr
     assert found.left is start.left
     assert found.right is start.right

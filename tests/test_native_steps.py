@@ -82,15 +82,15 @@ def test_a_convolution_is_rows_that_are_an_image(quantized, images):
     assert second.image == (8, 8)
 
 
-@pytest.fixture(scope="module")
-def block(fast):
+def made(fast, make, *shape):
+    """A quantized model, and its images."""
     torch.manual_seed(0)
-    x = torch.randn(6, 7, 24)
-    return Calibration(Block().eval(), x).quantize(fast), x
+    x = torch.randn(shape)
+    return Calibration(make().eval(), x).quantize(fast), x
 
 
-def test_scales_of_layers_and_relative_biases(block):
-    steps = working(recognised(*block))
+def test_scales_of_layers_and_relative_biases(fast):
+    steps = working(recognised(*made(fast, Block, 6, 7, 24)))
     assert [told(each) for each in steps] == [
         "Norm codes",
         *["Linear codes"] * 3,
@@ -106,15 +106,8 @@ def test_scales_of_layers_and_relative_biases(block):
     assert torch.allclose(project.factor, torch.linspace(0.5, 1.5, 24))
 
 
-@pytest.fixture(scope="module")
-def merging(fast):
-    torch.manual_seed(0)
-    x = torch.randn(5, 6, 4, 6)
-    return Calibration(Merging().eval(), x).quantize(fast), x
-
-
-def test_moves_of_rows(merging):
-    steps = working(recognised(*merging))
+def test_moves_of_rows(fast):
+    steps = working(recognised(*made(fast, Merging, 5, 6, 4, 6)))
     assert [told(each) for each in steps] == [
         "Encode",
         "Linear",
@@ -130,15 +123,9 @@ def test_moves_of_rows(merging):
     assert norm.shape == (5, 3, 2, 32)
 
 
-@pytest.fixture(scope="module")
-def masked(fast):
-    torch.manual_seed(0)
-    x = torch.randn(6, 7, 24)
-    return Calibration(Masked(torch.ones(7, 7).triu(1).bool()).eval(), x).quantize(fast), x
-
-
-def test_scores_that_a_mask_hides(masked):
+def test_scores_that_a_mask_hides(fast):
     """The products stay apart, and torch does what lies between them."""
+    masked = made(fast, lambda: Masked(torch.ones(7, 7).triu(1).bool()), 6, 7, 24)
     kinds = [told(each) for each in working(recognised(*masked))]
     between = ["aten.masked_fill.Scalar", "aten.softmax.int", "Encode"]
     assert kinds == ["Encode", "Linear codes", "Matmul", *between, "Matmul"]
@@ -158,22 +145,13 @@ class Adaptive(nn.Module):
         return y + z
 
 
-@pytest.fixture(scope="module")
-def adaptive(fast):
-    torch.manual_seed(0)
-    x = torch.randn(6, 7, 24)
-    model = Calibration(Adaptive().eval(), x).quantize(fast)
-    found = model.compile("native")(x) if library.levels() else None
-    return model, x, found
-
-
-def test_what_is_not_known_beforehand_is_left_to_torch(adaptive):
-    model, x, found = adaptive
+def test_what_is_not_known_beforehand_is_left_to_torch(fast):
+    model, x = made(fast, Adaptive, 6, 7, 24)
     steps = working(recognised(model, x))
     assert not any(isinstance(each, NormStep) for each in steps)
     assert sum(each.node.op == "aten.layer_norm.default" for each in steps if isinstance(each, TorchStep)) == 1
-    if found is not None:
-        assert torch.allclose(found, model(x), rtol=1e-4, atol=1e-4)
+    if library.levels():
+        assert torch.allclose(model.compile("native")(x), model(x), rtol=1e-4, atol=1e-4)
 
 
 def test_a_step_says_what_it_reads(quantized, images):

@@ -1,6 +1,5 @@
 """Searches by minimum, maximum and percentiles, compared with slow oracles in float64 written from the papers."""
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +13,7 @@ from adalog.quantizers import Fold, UniformFormat, quantiles
 from adalog.search.operand import Operand
 from adalog.search.product import Product
 from problems import assert_close, pick, rounded
+from released_oracle import quantile
 from strategies import normal
 
 # --- the oracle ------------------------------------------------------------------------------------------------------
@@ -26,16 +26,9 @@ def asymmetric(x, low, high, bits):
     return s, z, s * ((rounded(x / s) + z).clamp(0, top) - z)
 
 
-def percentile(values, share):
-    ordered = sorted(values.flatten().tolist())
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    return ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
-
-
 def range_of(x, bits, shares):
     """(s, z) of the share whose mean squared error is least."""
-    ranges = [asymmetric(x, percentile(x, 1 - share), percentile(x, share), bits) for share in shares]
+    ranges = [asymmetric(x, quantile(x, 1 - share), quantile(x, share), bits) for share in shares]
     return pick(ranges, lambda found: float((x - found[2]).square().mean()))[:2]
 
 
@@ -117,7 +110,7 @@ def test_logarithms_scale_is_the_upper_end():
         hat = torch.where(code > 15, 0.0, s * 2.0 ** (-code.clamp(0, 15) / 2))
         return float((hat - scores).square().mean())
 
-    assert_close(found.left.scale, [pick([percentile(scores, share) for share in shares], loss)])
+    assert_close(found.left.scale, [pick([quantile(scores, share) for share in shares], loss)])
     assert (found.left.q, found.left.r, found.left.table) == (1, 2, False)
     log2 = replace(form, r=1)
     unit = RangeSearch(unit_softmax=True).search_product(Product("av", Operand(scores * 0.7, log2), right))
@@ -126,7 +119,7 @@ def test_logarithms_scale_is_the_upper_end():
 
 def test_long_rows_have_the_same_percentiles(monkeypatch):
     x = normal(3, 101)
-    expected = [[percentile(row, share) for row in x] for share in (0.0, 0.013, 0.5, 0.99, 1.0)]
+    expected = [[quantile(row, share) for row in x] for share in (0.0, 0.013, 0.5, 0.99, 1.0)]
     for limit in (1 << 24, 150, 50):
         monkeypatch.setattr(quantiles, "QUANTILE_LIMIT", limit)
         for found, values in zip(quantiles.quantiles(x, (0.0, 0.013, 0.5, 0.99, 1.0)), expected, strict=True):

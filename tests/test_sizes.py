@@ -280,12 +280,6 @@ def test_a_model_without_maps_has_no_rule():
         capture(model, torch.randn(2, 5), sizes="free")
 
 
-def test_another_path_for_a_batch_that_is_compared_is_refused():
-    model = make(asks(lambda x: x.shape[0] * x.shape[2] > 200))
-    with pytest.raises(CaptureError, match=r"Toy takes another code path for inputs of \(7, 3, 40, 56\): capture it"):
-        capture(model, of_size(40, 56), sizes="free")
-
-
 class Masked(nn.Module):
     """An image, where a map of another type counts."""
 
@@ -315,16 +309,17 @@ def test_outputs_of_another_shape_are_told(made):
         capture(model, of_size(40, 56))
 
 
-def test_what_no_program_can_hold_is_told_by_its_sizes():
-    model = make(asks(lambda x: x.shape[2] / x.shape[3] > 2))
-    with pytest.raises(CaptureError, match=r"satisfy .*x.shape\[2\].*program cannot hold .*capture it for one size"):
-        capture(model, of_size(40, 56), sizes="free")
-
-
-def test_a_failed_export_with_free_sizes_names_the_reason():
-    model = make(asks(lambda x: x.mean() > 0))
-    with pytest.raises(CaptureError, match="Toy could not be exported, because it decides by the values of tensors"):
-        capture(model, of_size(40, 56), sizes="free")
+@pytest.mark.parametrize(
+    ("question", "told"),
+    [
+        (lambda x: x.shape[0] * x.shape[2] > 200, r"Toy takes another code path for inputs of \(7, 3, 40, 56\): cap"),
+        (lambda x: x.shape[2] / x.shape[3] > 2, r"satisfy .*x.shape\[2\].*cannot hold .*capture it for one size"),
+        (lambda x: x.mean() > 0, "Toy could not be exported, because it decides by the values of tensors"),
+    ],
+)
+def test_questions_that_no_rule_holds_are_refused(question, told):
+    with pytest.raises(CaptureError, match=told):
+        capture(make(asks(question)), of_size(40, 56), sizes="free")
 
 
 @pytest.mark.parametrize(
@@ -352,12 +347,15 @@ def test_sizes_that_are_no_choice():
 # --- quantized -------------------------------------------------------------------------------------------------------
 
 
+def assert_agrees(model, executor, images):
+    wanted, found = model(images), model.compile(executor)(images)
+    assert float((found - wanted).abs().max()) < 1e-4 * float(wanted.abs().max())
+
+
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("size", SIZES)
 def test_executors_agree_at_every_size(free, executor, size):
-    images = of_size(*size)
-    wanted, found = free(images), free.compile(executor)(images)
-    assert float((found - wanted).abs().max()) < 1e-4 * float(wanted.abs().max())
+    assert_agrees(free, executor, of_size(*size))
 
 
 def test_the_norm_before_zeros_is_folded(free):
@@ -489,9 +487,7 @@ def free_tokens(fast):
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("size", [(40, 56), (12, 20), (64, 64), (120, 132)])
 def test_attention_over_all_tokens_runs_at_every_size(free_tokens, executor, size):
-    images = of_size(*size)
-    wanted, found = free_tokens(images), free_tokens.compile(executor)(images)
-    assert float((found - wanted).abs().max()) < 1e-4 * float(wanted.abs().max())
+    assert_agrees(free_tokens, executor, of_size(*size))
 
 
 def test_sums_over_tokens_alone_are_made_for_more(free_tokens):
