@@ -30,12 +30,9 @@ from whole_numbers import EXECUTORS, PORTABLE, convolved, model_of
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=EXECUTORS)
-def compiled(request, quantized):
-    return quantized.compile(request.param)
-
-
-def test_a_model_runs_in_integers(compiled, quantized, images):
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_model_runs_in_integers(executor, quantized, images):
+    compiled = quantized.compile(executor)
     assert [*compiled.sites] == [row.site for row in quantized.ledger]
     fake, found = quantized(images), compiled(images)
     assert float((found - fake).norm() / fake.norm()) < 0.05  # where float noise moves values over thresholds
