@@ -65,7 +65,7 @@ METHODS: dict[str, Method] = {
                 Reconstruction(
                     scope="model",
                     loss="output",
-                    iterations=800,
+                    iterations=1600,
                     drop=0.0,
                     rate=0.003,
                     scale_rate=0.001,
