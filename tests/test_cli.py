@@ -483,6 +483,7 @@ CASES = [
         quantize_of(SMALL, "--method", "minmax", "--reconstruct-images", 64),
         "no stage fits images, so 64 images cannot be fitted",
     ),
+    (quantize_of(SMALL, "--reconstruct-steps", 9), "no stage trains, so its steps cannot change: choose the method"),
     # choices
     (quantize_of(SMALL, "--bits", "w1a4"), "weight_bits = 1 is not a whole number from 2 to 8, or 32 for float"),
     (quantize_of(SMALL, "--bits", "w9a9"), "weight_bits = 9 is not a whole number from 2 to 8"),

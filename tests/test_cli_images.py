@@ -279,6 +279,16 @@ def test_quantize_a_folder(folder, tmp_path, monkeypatch, capsys):
     assert f"{tmp_path / 'a'}: {(tmp_path / 'a').stat().st_size:,} bytes, in " in text
 
 
+def test_options_of_a_training(folder, tmp_path, monkeypatch, capsys):
+    folder = folder[0]
+    arguments = ["quantize", f"{folder / 'own.py'}:model", "--data", folder / "images", "--images", 4]
+    arguments += ["--method", "adalog++", "--reconstruct-images", 16, "--threads", 1, "-o", tmp_path / "a"]
+    options = ["--reconstruct-steps", 3, "--reconstruct-batch", 2, "--json", "-"]
+    correction, training = json.loads(say(monkeypatch, capsys, *arguments, *options))["config"]["stages"]
+    assert (correction["images"], training["images"]) == (16, 16)
+    assert (training["iterations"], training["batch"]) == (3, 2)
+
+
 def test_pins_are_kept_in_order(tmp_path, monkeypatch, capsys):
     given = []
 

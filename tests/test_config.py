@@ -415,3 +415,15 @@ def test_ranges_can_be_evolved_with_any_search():
     config = Config(stages=(Evolution(passes=1),), search=RangeSearch(), post_softmax="uniform", post_gelu="uniform")
     assert Config.from_json(config.to_json()) == config
     assert hash(config) == hash(Config.from_json(config.to_json()))
+
+
+def test_training_takes_other_steps_and_batches():
+    config = Config.preset("w4a4", "adalog++")
+    correction, training = config.stages
+    assert config.with_training(iterations=9).stages == (correction, dataclasses.replace(training, iterations=9))
+    assert config.with_training(batch=2).stages == (correction, dataclasses.replace(training, batch=2))
+    assert config.with_training() == config
+    with pytest.raises(ValueError, match="no stage trains"):
+        Config().with_training(iterations=9)
+    with pytest.raises(ValueError, match="iterations = 0"):
+        config.with_training(iterations=0)

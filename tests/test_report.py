@@ -331,6 +331,12 @@ def test_the_command_that_made_it(subject, content):
         "adalog quantize MODEL --data IMAGES --bits w4a4s3 --method adalog+ --images 16 --reconstruct-images 64 "
         "--seed 3 --pin head=8 --pin 'a b=32' -o 'my file'"
     )
+    config = Config.preset("w3a3", "adalog++").with_training(400, 16)
+    trained = replace(subject, quantized=replace(quantized, config=config, provenance={}), name="file")
+    assert _command(trained) == (
+        "adalog quantize MODEL --data IMAGES --bits w3a3 --method adalog++ --images 32 --reconstruct-steps 400 "
+        "--reconstruct-batch 16 -o file"
+    )
 
 
 # --- sensitivity -----------------------------------------------------------------------------------------------------

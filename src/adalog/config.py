@@ -230,6 +230,33 @@ class Config:
         ]
         return dataclasses.replace(self, stages=tuple(stages))
 
+    def with_training(self, iterations: int | None = None, batch: int | None = None) -> "Config":
+        """Return the choices with a shorter or longer training in each `Reconstruction`.
+
+        Args:
+            iterations: Number of training steps per block. None keeps the number.
+            batch: Number of images per step. None keeps the number.
+
+        Returns:
+            A copy of the choices.
+
+        Raises:
+            ValueError: If no stage trains, or if a number is not a whole number of at least 1.
+
+        Examples:
+            >>> adalog.Config.preset("w4a4", "adalog++").with_training(iterations=400).stages[-1].iterations
+            400
+        """
+        if not any(isinstance(stage, Reconstruction) for stage in self.stages):
+            raise ValueError("no stage trains, so its steps cannot change: choose the method adalog++")
+        given = {"iterations": iterations, "batch": batch}
+        changes = {name: value for name, value in given.items() if value is not None}
+        stages = [
+            dataclasses.replace(stage, **changes) if isinstance(stage, Reconstruction) else stage  # type: ignore[arg-type]
+            for stage in self.stages
+        ]
+        return dataclasses.replace(self, stages=tuple(stages))
+
     @property
     def images_fitted(self) -> int:
         """The number of images that the stages fit; 0 if they fit no images, or those that calibrate."""

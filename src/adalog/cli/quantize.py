@@ -69,6 +69,14 @@ def command(
             "of the method.",
         ),
     ] = 0,
+    reconstruct_steps: Annotated[
+        int,
+        typer.Option(min=0, help="Number of training steps of a reconstruction; 0 means the default of the method."),
+    ] = 0,
+    reconstruct_batch: Annotated[
+        int,
+        typer.Option(min=0, help="Number of images per training step; 0 means the default of the method."),
+    ] = 0,
     pinned: Annotated[
         list[str] | None,
         typer.Option(
@@ -128,6 +136,8 @@ def command(
     )
     if reconstruct_images:
         config = config.with_fitted_images(reconstruct_images)
+    if reconstruct_steps or reconstruct_batch:
+        config = config.with_training(reconstruct_steps or None, reconstruct_batch or None)
     kinds = detectors.read_parts(model, parts)
     if sensitivity is not None and limits is None:
         raise ValueError("--sensitivity needs a budget: give --budget, --target-bops, --target-fixops or --max-kl")

@@ -13,6 +13,7 @@ from typing import Any
 from markupsafe import Markup
 
 from adalog import artifact
+from adalog.choices import Reconstruction
 from adalog.config import Config
 from adalog.inputs.images import Preprocessing
 from adalog.inputs.zoo import DEMO_PREPROCESSING
@@ -230,12 +231,14 @@ def _operand(side: str, operand: OperandFacts, site: SiteFacts, sensitivity: Los
 
 
 def _method(config: Config) -> str | None:
-    """Return the method whose settings these are, apart from pinned bits and the number of images."""
-    for fitted in (0, config.images_fitted):  # exactly as published, or with another number of fitted images
+    """Return the method whose settings these are, apart from pinned bits and options of the stages."""
+    for changed in (False, True):  # exactly as published, or with other numbers of fitted images and of steps
         for name in METHODS:
             preset = replace(Config.preset(config.bits, name), images=config.images, pinned=config.pinned)
-            if fitted and preset.images_fitted:
-                preset = preset.with_fitted_images(fitted)
+            if changed and preset.images_fitted and config.images_fitted:
+                preset = preset.with_fitted_images(config.images_fitted)
+            if changed and _training(preset) and (training := _training(config)):
+                preset = preset.with_training(**training)
             if preset == config:
                 return name
     return None
@@ -247,6 +250,12 @@ def _is_of_demo(preprocessing: Any) -> bool:
         return Preprocessing.from_json(preprocessing) == DEMO_PREPROCESSING
     except ValueError:
         return False
+
+
+def _training(config: Config) -> dict[str, int]:
+    """Return the number of steps and the batch of the last training; nothing if no stage trains."""
+    trainings = [stage for stage in config.stages if isinstance(stage, Reconstruction)]
+    return {"iterations": trainings[-1].iterations, "batch": trainings[-1].batch} if trainings else {}
 
 
 def _command(subject: ReportData) -> str | None:
@@ -261,6 +270,9 @@ def _command(subject: ReportData) -> str | None:
     preset = Config.preset(config.bits, method)
     if config.images_fitted != preset.images_fitted:
         words += ["--reconstruct-images", str(config.images_fitted)]
+    own, options = _training(preset), {"iterations": "--reconstruct-steps", "batch": "--reconstruct-batch"}
+    for key, value in _training(config).items():
+        words += [options[key], str(value)] if value != own[key] else []
     words += ["--seed", str(provenance["seed"])] if "seed" in provenance else []
     for pattern, bits in config.pinned:
         words += ["--pin", f"{pattern}={bits}"]
