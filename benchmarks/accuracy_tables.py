@@ -116,7 +116,7 @@ def classifier_table() -> str:
     files = sorted(path.stem for path in RESULTS.glob("realbench-deit_tiny*.json"))
     note = (
         f"{result['queries']:,} queries; {result['calibration_images']} support images calibrate, and `adalog+` fits "
-        "128. †: measured later, when `adalog+` fits their mirror images too. The seconds are those of the search and "
+        "128. †: measured later; `adalog+` then fits their mirror images too. The seconds are those of the search and "
         "the correction; `adalog+` takes over the search of `adalog`, so its seconds are those of its correction. KL: "
         f"divergence from the float model's predictions [nats]. {source(*files)}"
     )

@@ -223,12 +223,8 @@ class Config:
             >>> adalog.Config.preset("w4a4", "adalog++").with_fitted_images(256).images_needed
             256
         """
-        if not any(isinstance(stage, Fitting) for stage in self.stages):
-            raise ValueError(f"no stage fits images, so {images} images cannot be fitted: choose the method adalog+")
-        stages = [
-            dataclasses.replace(stage, images=images) if isinstance(stage, Fitting) else stage for stage in self.stages
-        ]
-        return dataclasses.replace(self, stages=tuple(stages))
+        refusal = f"no stage fits images, so {images} images cannot be fitted: choose the method adalog+"
+        return self._with_stages(Fitting, refusal, images=images)
 
     def with_training(self, iterations: int | None = None, batch: int | None = None) -> "Config":
         """Return the choices with a shorter or longer training in each `Reconstruction`.
@@ -247,14 +243,16 @@ class Config:
             >>> adalog.Config.preset("w4a4", "adalog++").with_training(iterations=400).stages[-1].iterations
             400
         """
-        if not any(isinstance(stage, Reconstruction) for stage in self.stages):
-            raise ValueError("no stage trains, so its steps cannot change: choose the method adalog++")
-        given = {"iterations": iterations, "batch": batch}
-        changes = {name: value for name, value in given.items() if value is not None}
-        stages = [
-            dataclasses.replace(stage, **changes) if isinstance(stage, Reconstruction) else stage  # type: ignore[arg-type]
-            for stage in self.stages
-        ]
+        refusal = "no stage trains, so its steps cannot change: choose the method adalog++"
+        numbers = {"iterations": iterations, "batch": batch}
+        changes = {name: number for name, number in numbers.items() if number is not None}
+        return self._with_stages(Reconstruction, refusal, **changes)
+
+    def _with_stages(self, kind: Any, refusal: str, **changes: Any) -> "Config":
+        """Return the choices with these changes in all stages of a kind; raise ValueError if there is none."""
+        if not any(isinstance(stage, kind) for stage in self.stages):
+            raise ValueError(refusal)
+        stages = [dataclasses.replace(stage, **changes) if isinstance(stage, kind) else stage for stage in self.stages]
         return dataclasses.replace(self, stages=tuple(stages))
 
     @property
