@@ -77,8 +77,8 @@ def real_table() -> str:
         files = sorted(path.stem for path in RESULTS.glob("realbench-renewed*.json"))
         note += (
             f" †: measured again later on {' and '.join(renewed)}; compare the seconds of these rows with one another "
-            f"only. A row of `adalog+` starts from the search of `adalog`, whose seconds do not count again. "
-            f"{source(*files)}"
+            f"only. A row of `adalog+` starts from the search of `adalog`, whose seconds do not count again. At W4A4 "
+            f"and W3A3 it fits mirror images too (`realbench-renewed-mirrored.json`). {source(*files)}"
         )
     return f"{markdown_table(heads, lines)}\n\n{note}"
 
