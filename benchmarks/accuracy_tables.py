@@ -1,6 +1,6 @@
 """Tables of accuracy: TinyViT on real images, the bundled ViT, the paper's tables, the released code, the detector."""
 
-from benchmarks.publish import RESULTS, markdown_table, measured, read, source
+from benchmarks.publish import later_files, markdown_table, measured, read, source
 from benchmarks.records import p_value
 from experiments.markdown import markdown
 
@@ -74,11 +74,11 @@ def real_table() -> str:
         f"cosine went to the least squared error. {source('realbench')}"
     )
     if renewed:
-        files = sorted(path.stem for path in RESULTS.glob("realbench-renewed*.json"))
         note += (
             f" †: measured again later on {' and '.join(renewed)}; compare the seconds of these rows with one another "
             f"only. A row of `adalog+` starts from the search of `adalog`, whose seconds do not count again. At W4A4 "
-            f"and W3A3 it fits mirror images too (`realbench-renewed-mirrored.json`). {source(*files)}"
+            f"and W3A3 it fits mirror images too (`realbench-renewed-mirrored.json`). "
+            f"{source(*later_files('realbench'))}"
         )
     return f"{markdown_table(heads, lines)}\n\n{note}"
 
@@ -113,12 +113,12 @@ def classifier_table() -> str:
         lines.append([bits.upper(), name, str(len(rows)), percent(rows, "top1")])
         lines[-1] += [f"{100 * top1 / full['top1']:.1f} %", percent(rows, "agreement")]
         lines[-1] += [f"{mean(row['kl'] for row in rows):.3f}", f"{mean(row['cpu_seconds'] for row in rows):.0f}"]
-    files = sorted(path.stem for path in RESULTS.glob("realbench-deit_tiny*.json"))
     note = (
         f"{result['queries']:,} queries; {result['calibration_images']} support images calibrate, and `adalog+` fits "
         "128. †: measured later; `adalog+` then fits their mirror images too. The seconds are those of the search and "
         "the correction; `adalog+` takes over the search of `adalog`, so its seconds are those of its correction. KL: "
-        f"divergence from the float model's predictions [nats]. {source(*files)}"
+        "divergence from the float model's predictions [nats]. "
+        f"{source('realbench-deit_tiny', *later_files('realbench-deit_tiny'))}"
     )
     return f"{markdown_table(heads, lines)}\n\n{note}"
 
@@ -149,7 +149,7 @@ def worst_sites_table() -> str:
         sites = ", ".join(f"{site} {row['sqnr'][site]:.1f} ({row['left'][site]})" for site in worst)
         lines.append([row["bits"].upper(), f"{mean(row['sqnr'].values()):.1f}", sites])
     heads = ["bits", "mean SQNR [dB]", "five sites with the lowest SQNR [dB]"]
-    return f"{markdown_table(heads, lines)}\n\n{source('realbench')}"
+    return f"{markdown_table(heads, lines)}\n\n{source('realbench', *later_files('realbench'))}"
 
 
 def demo_table() -> str:

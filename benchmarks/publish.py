@@ -36,20 +36,25 @@ def exists(name: str) -> bool:
     return (RESULTS / f"{name}.json").exists()
 
 
+def later_files(name: str) -> list[str]:
+    """Return the names of the files with later measurements of a result, NAME-renewed*.json."""
+    return sorted(path.stem for path in RESULTS.glob(f"{name}-renewed*.json"))
+
+
 def measured(name: str) -> dict[str, Any]:
     """Return a result with each row replaced by its later measurement, if there is one.
 
-    Later rows are in files NAME-renewed*.json and get the key "renewed", the processor that measured them. A row that
-    the result lacks comes after the other rows with its bits.
+    Later rows are in `later_files` and get the key "renewed", the processor that measured them. A row that the result
+    lacks comes after the other rows with its bits.
     """
     result = read(name)
     seed = result.get("seed")  # of rows without a seed of their own
-    files, added = sorted(RESULTS.glob(f"{name}-renewed*.json")), dict[str, dict[str, Any]]()
+    files, added = later_files(name), dict[str, dict[str, Any]]()
     places = {_identity(row, seed): index for index, row in enumerate(result.get("rows", []))}
     if files and len(places) < len(result["rows"]):
         raise ValueError(f"{name}.json has rows that differ only in measured values: add a field that tells them apart")
-    for path in files:
-        later = read(path.stem)
+    for file in files:
+        later = read(file)
         for row in later["rows"]:
             place = places.get(_identity(row, seed))
             row["renewed"] = later["machine"]["processor"]
