@@ -93,9 +93,7 @@ def speed(bits: str, repeats: int) -> dict[str, Any]:
     short = Search(init=(4, 2), parents=1, steps=0, rough_rows=0)
     config = replace(Config.preset(bits), images=2, search=short)
     quantized = Calibration(model, torch.randn(2, 3, 224, 224)).quantize(config)
-    compiled = quantized.compile("torch")
-    compiled.compile()
-    networks: dict[str, nn.Module] = {"fp32": model, "torch": quantized.compile("torch"), "torch compiled": compiled}
+    networks: dict[str, nn.Module] = {"fp32": model, "torch": quantized.compile("torch")}
     x = torch.randn(8, 3, 224, 224)
     seconds: dict[str, list[float]] = {name: [] for name in networks}
     with torch.no_grad():

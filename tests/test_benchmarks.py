@@ -239,11 +239,10 @@ def test_detector_cost(result_of, monkeypatch):
 
 @pytest.mark.slow
 def test_executors(tiny_demo, tiny_timm, result_of, monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: None)
     result = result_of(executors, "--bits", "w4a4", "--images", 8, "--reference-images", 4, "--repeats", 1)
     exact = [row for row in result["rows"] if row["dtype"] == "float64"]
     assert [row["code_flip_fraction"] for row in exact] == [0]
-    assert {"fp32", "torch"} < set(result["speed"][0]["images_per_second"])
+    assert {"fp32", "torch"} == set(result["speed"][0]["images_per_second"])
     monkeypatch.setattr(speed_tables, "RESULTS", tmp_path)
     assert speed_tables.executors_table()
 

@@ -1,7 +1,6 @@
 """Whole models on integers: executors compared with fake quantization and exact oracles, and stored vectors."""
 
 import json
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -17,14 +16,11 @@ from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, Program, Ref
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import LogQuantizer, UniformQuantizer
-from adalog.runtime import Compiled, integer, reference, regions
-from adalog.runtime.integer import memory, products
-from adalog.runtime.reference import ENCODE, PRODUCT
-from adalog.runtime.regions import REGION, SUMS
+from adalog.runtime import Compiled
+from adalog.runtime.integer import memory
 from adalog.runtime.vectors import vectors
 from stored import deserialise, serialise
 from strategies import normal
-from toys import Toy
 from whole_numbers import EXECUTORS, PORTABLE, convolved, model_of
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -57,94 +53,6 @@ def test_steps_in_one_change_nothing(quantized, images):
     fused = model._fused[0]
     assert len(fused.nodes) < len(program.nodes)
     assert torch.equal(program.run([images], None, steps), model(images))
-
-
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """torch.compile that compiles nothing: what it is given, run as it is."""
-    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
-
-
-def test_regions_change_nothing(uncompiled, quantized, images):
-    model, plain = quantized.compile("torch"), quantized.compile("torch")
-    model.compile()
-    found = model(images)
-    program, steps = model._regions
-    assert len(program.nodes) < len(model._apart[0].nodes)
-    assert {node.op for node in program.nodes if node.name in steps} <= {SUMS, REGION, ENCODE, PRODUCT}
-    assert sum(isinstance(step, regions.Rowwise) for step in steps.values()) == 2  # an fc1 a block
-    torch.testing.assert_close(found, plain(images), rtol=1e-4, atol=1e-5)
-    for count in (3, 1, 0):
-        torch.testing.assert_close(model(images[:count]), found[:count], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("zero_point", [0.0, 7.0])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_large_products_of_bytes(zero_point, transposed):
-    """One product after the other: extreme codes of 8 by 4 bits, signed ones too."""
-    generator = torch.Generator().manual_seed(0)
-    left = UniformQuantizer(torch.tensor(1.0), torch.tensor(zero_point and 128.0), 8)
-    right = UniformQuantizer(torch.tensor(1.0), torch.tensor(zero_point), 4)
-    model = model_of("aten.matmul.default", left, right, (2, 3, 130, 97), (2, 3, 97, 90))
-    (site,) = reference.plan(model.program, model.example)
-    sides = []
-    for quantizer, shape in ((left, (2, 3, 130, 97)), (right, (2, 3, 97, 90))):
-        codes = torch.randint(2**quantizer.bits, shape, generator=generator)
-        codes[..., :40] = 2**quantizer.bits - 1
-        values = quantizer.dequantize(codes)
-        values = values.mT.contiguous().mT if transposed and quantizer is right else values
-        pure = integer.DigitEncoder(quantizer, site).pure
-        sides.append(pure.function(*pure.choices, values, *pure.tensors))
-    x, y = sides[0][0], sides[1][0]
-    assert products.pays_as_bytes(x, y) == products.multiplies_bytes(x.device, x.dtype)
-    sums = integer.product(site).sums_and_finish[0](*sides)
-    assert torch.equal(sums.double(), x.double() @ y.double())
-
-
-@pytest.mark.slow
-def test_regions_of_other_types(uncompiled, quantized, images):
-    plain = deserialise(serialise(quantized))
-    model = plain.compile("torch")
-    model.compile()
-    double = model.double()
-    assert double._regions is not None
-    torch.testing.assert_close(double(images.double()), plain.double()(images.double()), rtol=1e-9, atol=1e-9)
-
-
-def test_without_a_compiler(monkeypatch, quantized, images):
-    def refuse(*args):
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(torch, "compile", lambda module, **options: refuse)
-    model = quantized.compile("torch")
-    wanted = model(images)
-    model.compile()
-    assert torch.equal(model(images), wanted)
-    assert model._regions is None
-    reference_model = quantized.compile("reference")
-    before = reference_model(images)
-    reference_model.compile()  # does nothing
-    assert torch.equal(reference_model(images), before)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules
-def test_compiled_regions(fast):
-    """With what torch.compile makes of them; without a compiler the same as without."""
-
-    def function(m, x):
-        return m.last(m.norm(nn.functional.gelu(m.up(x))))
-
-    images = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
-    parts = {"up": nn.Linear(8, 16), "norm": nn.LayerNorm(16), "last": nn.Linear(16, 5)}
-    model = Calibration(Toy(function, **parts).eval(), images).quantize(fast).compile("torch")
-    wanted, zero = model(images), torch.tensor([1e-40])
-    model.compile()
-    for count in (4, 1):
-        torch.testing.assert_close(model(images[:count]), wanted[:count], rtol=1e-4, atol=1e-5)
-    assert model._regions is not None or shutil.which("g++") is None
-    assert float(zero * 1) > 0  # small numbers are still numbers
-    assert torch.equal(model(images), model(images))
 
 
 @pytest.mark.slow

@@ -9,13 +9,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from adalog.errors import AdalogError, ArtifactError, ProgramError, one_line
+from adalog.errors import AdalogError, ArtifactError, one_line
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, Program, Ref
 from adalog.graph.tracing import trace
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import Quantizer
-from adalog.runtime import integer, native, reference, regions
+from adalog.runtime import integer, native, reference
 from adalog.runtime.reference import ENCODE, PRODUCT, IntegerSite
 
 Executor = Literal["reference", "torch", "native"]
@@ -74,21 +74,10 @@ class Compiled(nn.Module):
         if executor == "native":
             self._context = native.Context(torch.get_num_threads() if threads is None else threads, level)
         self._lock = threading.Lock()
-        self._compiles = False
         self.eval()
         self._prepare_plans()
         if batch is not None:
             self.prepare(batch)
-
-    def compile(self) -> None:
-        """Fuse the operations between two products into one kernel each, with `torch.compile`.
-
-        This affects the executor "torch" on a CPU with a C++ compiler, and nothing else. The model is compiled when it
-        first sees inputs of a shape, which takes some time. Equal values keep equal codes; float operations may differ
-        in the last bit.
-        """
-        self._compiles = True
-        self._prepare_plans()
 
     def _prepare_plans(self) -> None:
         try:
@@ -109,8 +98,6 @@ class Compiled(nn.Module):
             makers = integer.DigitEncoder.key, integer.DigitEncoder, integer.product
         self._apart = compile_program(self.quantized.program, sites, *makers)
         self._fused = integer.fuse(*self._apart) if self.executor == "torch" else self._apart
-        on_cpu = all(value.device.type == "cpu" for value in self.quantized.program.tensors.values())
-        self._regions = regions.fuse(*self._apart) if self._compiles and self.executor == "torch" and on_cpu else None
         self._plans: dict[tuple[tuple[int, ...], ...], native.Plan] = {}
 
     def _check_native(self) -> None:
@@ -163,12 +150,6 @@ class Compiled(nn.Module):
         batches = {len(value) for value in inputs}
         if self._context is not None and len(batches) == 1 and batches != {0}:
             return self.prepare(batches.pop(), *(value.shape[1:] for value in inputs))(inputs)
-        if self._regions is not None:
-            program, steps = self._regions
-            try:
-                return program.run(inputs, None, steps)
-            except ProgramError:  # no compiler was found; the lines below raise any other failure again
-                self._regions = None
         program, steps = self._fused
         return program.run(inputs, None, steps)
 

@@ -20,7 +20,6 @@ class Digits:
 
     def __init__(self, least: int, most: int, *, signed: bool):
         self.dtype = torch.int8 if signed else torch.float32
-        self._limits = least, most
         # For floats only tables of 16 bits, 0 to 65,535, are split: sums of products of 8-bit digits fit in float32.
         self._fits = least >= -128 and most <= 127 if signed else least != 0 or most <= 255
         self._least = 0 if self._fits else least
@@ -29,16 +28,6 @@ class Digits:
         self._middle = 128 if signed and not self._fits else 0  # subtracted from each digit to make it signed
         self.constant = self._least + self._middle * sum(self.factors)
         self.largest = max(-least, most) if self._fits else 128 if signed else 255
-
-    @property
-    def narrowest(self) -> torch.dtype:
-        """Narrowest type that holds the digits: a type of one byte if an integer is its own digit, else `dtype`."""
-        least, most = self._limits
-        if self.dtype == torch.int8 or len(self.factors) > 1:
-            return self.dtype
-        if least >= -128 and most <= 127:
-            return torch.int8
-        return torch.uint8 if 0 <= least <= most <= 255 else self.dtype
 
     def padding(self, factor: int) -> int:
         """Return the digit of the integer 0 for this factor."""

@@ -11,10 +11,8 @@ from torch import Tensor
 from adalog.quantizers import Bins, LogQuantizer, Quantizer, UniformQuantizer, log_thresholds
 from adalog.runtime.integer.digits import Digits, multiplies_rows
 from adalog.runtime.integer.memory import CHUNK, chunks, is_channels_last, is_transposed, scratch
-from adalog.runtime.integer.pure import Pure, log_digits, uniform_digit
 from adalog.runtime.reference import IntegerSite
 
-_COMPARED_BITS = 4  # up to this many bits, a compiled kernel compares with thresholds to find logarithmic codes
 _LEAST_THRESHOLD = torch.finfo(torch.float32).tiny * 2.0**17  # bins do not separate thresholds below this
 
 
@@ -46,15 +44,6 @@ class DigitEncoder:
     def by_value(self) -> bool:
         """True if a value's code does not depend on its position in the tensor."""
         return self.quantizer.scale.numel() == 1
-
-    @property
-    def pure(self) -> Pure | None:
-        """The same step for `torch.compile`, or None if it would take many operations."""
-        if isinstance(self._direct, _UniformDigits):
-            return self._direct.pure(self._digits[0].narrowest)
-        if isinstance(self._direct, _LogDigits) and self.quantizer.bits <= _COMPARED_BITS:
-            return self._direct.pure(self._digits[0].narrowest, self.lift(torch.arange(2**self.quantizer.bits)))
-        return None
 
     def __call__(self, x: Tensor, outs: list[Tensor] | None = None) -> list[Tensor]:
         """Return the digits of values. outs: memory for the digits, from `empty` or `scratch`."""
@@ -108,8 +97,6 @@ class _UniformDigits:
     """
 
     scale: Tensor
-    zero_point: Tensor
-    bits: int
     constant: int
     bounds: tuple[Any, Any]
 
@@ -134,17 +121,13 @@ class _UniformDigits:
             return zip(x.tensor_split(count), out.tensor_split(count), strict=True)
         return iter([(x, out)])
 
-    def pure(self, dtype: torch.dtype) -> Pure:
-        low = -self.zero_point.reshape(self.scale.shape) - self.constant
-        return Pure(uniform_digit, (dtype, self.constant), (self.scale, low, low + (2**self.bits - 1)))
-
 
 def _uniform_digits(quantizer: UniformQuantizer, digits: Digits) -> _UniformDigits:
     zero_point, scale = quantizer.zero_point, quantizer.scale
     bounds = -zero_point - digits.constant, 2**quantizer.bits - 1 - zero_point - digits.constant
     low, high = (bound.item() for bound in bounds) if zero_point.numel() == 1 else bounds
     scale = scale.reshape(()) if scale.numel() == 1 else scale
-    return _UniformDigits(scale, zero_point, quantizer.bits, digits.constant, (low, high))
+    return _UniformDigits(scale, digits.constant, (low, high))
 
 
 # --- logarithmic codes -----------------------------------------------------------------------------------------------
@@ -154,14 +137,12 @@ def _uniform_digits(quantizer: UniformQuantizer, digits: Digits) -> _UniformDigi
 class _LogDigits:
     """Encoder of logarithmic codes by table. The index is a value's bin, and whether the value is above the bin's end.
 
-    thresholds: descending; the code of a value is the number of thresholds that the value does not exceed. bins: the
-    bins of the thresholds. first: the number of the first bin in `ends`. ends: the end of each bin, which is the
-    threshold in it, as the bits of a float32. tables: one per factor. For bin i, entry 2 i - 1 is the digit of values
-    above the end, and entry 2 i is the digit of the other values.
+    bins: the bins of the quantizer's thresholds. first: the number of the first bin in `ends`. ends: the end of each
+    bin, which is the threshold in it, as the bits of a float32. tables: one per factor. For bin i, entry 2 i - 1 is the
+    digit of values above the end, and entry 2 i is the digit of the other values.
     """
 
     offset: float
-    thresholds: Tensor
     bins: Bins
     first: int
     ends: Tensor
@@ -189,13 +170,6 @@ class _LogDigits:
             for table, piece in zip(self.tables, pieces, strict=True):
                 torch.index_select(table, 0, number, out=piece)
 
-    def pure(self, dtype: torch.dtype, tables: list[Tensor]) -> Pure:
-        """Return the step for `torch.compile`. tables: the digit of every code, one tensor per factor."""
-        device = self.ends.device
-        offset = torch.tensor(self.offset, dtype=torch.float32, device=device)
-        tensors = (table.to(offset) for table in tables)
-        return Pure(log_digits, (dtype,), (offset, self.thresholds.to(offset), *tensors))
-
 
 def _log_digits(quantizer: LogQuantizer, digits: Digits) -> _LogDigits | None:
     """Create the encoder of a quantizer. Return None if bins do not separate its thresholds."""
@@ -213,7 +187,7 @@ def _log_digits(quantizer: LogQuantizer, digits: Digits) -> _LogDigits | None:
     device = quantizer.scale.device
     tables = [digit.to(device) for digit in digits.split(values)]
     ends = bins.ends[numbers].view(torch.int32).to(device)
-    return _LogDigits(quantizer.offset, thresholds, bins, first, ends, tables)
+    return _LogDigits(quantizer.offset, bins, first, ends, tables)
 
 
 def value_thresholds(quantizer: LogQuantizer) -> Tensor:

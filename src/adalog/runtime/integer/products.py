@@ -11,11 +11,9 @@ from torch import Tensor
 from adalog.errors import ArtifactError
 from adalog.runtime.integer.digits import Digits, multiplies_rows
 from adalog.runtime.integer.memory import CHUNK, scratch
-from adalog.runtime.integer.pure import Pure, to_floats
 from adalog.runtime.reference import INT32, IntegerSite, finish
 
 _EXACT = {torch.float32: 2**24, torch.float64: 2**53}  # each type holds every whole number below this
-_LARGE = 1 << 20  # from this many multiplications per matrix, products of bytes one by one are faster than of floats
 # True if a float convolution sums plain products. Elsewhere it may be transformed (Winograd), which rounds.
 _SUMS_PLAINLY = torch.backends.mkldnn.is_available() and platform.machine().lower() in ("x86_64", "amd64")
 
@@ -29,14 +27,10 @@ def product(site: IntegerSite) -> "RowProduct | BatchedProduct":
 
 
 @functools.cache
-def multiplies_bytes(device: torch.device, dtype: torch.dtype = torch.int8) -> bool:
-    """Return True if `torch._int_mm` exists on the device and is exact on extreme bytes, so that no sum saturates.
-
-    dtype: the type of the left operand, int8 or uint8.
-    """
-    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-    left = torch.full((32, 64), least, dtype=dtype, device=device)
-    left[::2] = most
+def multiplies_bytes(device: torch.device) -> bool:
+    """Return True if `torch._int_mm` exists on the device and is exact on extreme bytes, so that no sum saturates."""
+    left = torch.full((32, 64), -128, dtype=torch.int8, device=device)
+    left[::2] = 127
     right = torch.full((64, 32), -128, dtype=torch.int8, device=device)
     right[:, ::2] = 127
     try:
@@ -142,21 +136,6 @@ class RowProduct:
     def _has_moved(self) -> bool:
         return bool(self._moved.any())
 
-    @property
-    def sums_and_finish(self) -> tuple[Callable[..., Tensor], Pure] | None:
-        """The product in two steps: its accumulators, in scratch memory, and their conversion to floats.
-
-        None if the conversion takes more than one multiplication and one addition.
-        """
-        if self.site.geometry is not None or self._has_moved or self._dtypes != [torch.int32]:
-            return None
-
-        def sums(left: list[Tensor], right: None) -> Tensor:
-            (rows,) = self._rows(left)
-            return self._sums(0, rows).view(*left[0].shape[:-1], self.columns)
-
-        return sums, Pure(to_floats, (), (self._scales[0],))
-
     def accumulate(self, left: list[Tensor], right: None = None) -> list[Tensor]:
         """Return the same sums as `reference.CodeProduct.accumulate`, from digits."""
         lead = left[0].shape[:-1] if self.site.geometry is None else (len(left[0]), 1, -1)
@@ -171,11 +150,6 @@ class RowProduct:
         for start in range(0, max(1, total), count):
             span = slice(start, min(start + count, total))
             yield span, [[row[span] for row in rows] for rows in parts]
-
-    def sums_by_rows(self, left: list[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-        """Yield ranges of rows and their accumulators, (T, O), for a site of one part. The next rows overwrite them."""
-        for span, (rows,) in self._spans(left):
-            yield span, self._sums(0, rows)
 
     def outputs_by_rows(
         self, left: list[Tensor], bias: Tensor | None, result: Tensor | None = None
@@ -214,18 +188,6 @@ class RowProduct:
 # --- floats ----------------------------------------------------------------------------------------------------------
 
 
-def pays_as_bytes(left: Tensor, right: Tensor) -> bool:
-    """Return True if products of bytes, (..., T, I) by (..., I, O), are faster one by one with `torch._int_mm`."""
-    return (
-        (left.dtype.itemsize, right.dtype) == (1, torch.int8)
-        and left.ndim > 2
-        and left.shape[:-2] == right.shape[:-2]
-        and left.shape[-1] > 1  # PyTorch 2.12 gets this wrong
-        and left.shape[-2] * left.shape[-1] * right.shape[-1] >= _LARGE
-        and multiplies_bytes(left.device, left.dtype)
-    )
-
-
 class BatchedProduct:
     """The product of a site of many small matrices (attention, grouped convolutions), as whole numbers in floats.
 
@@ -256,24 +218,6 @@ class BatchedProduct:
         sides = (*self._left, *self._right)
         single = len(sides) == 2 and all(len(digits.factors) == 1 for digits in sides) and self._weight is None
         return single and self._dtype == self.site.scales[0].dtype == torch.float32
-
-    @property
-    def sums_and_finish(self) -> tuple[Callable[..., Tensor], Pure] | None:
-        """The product in two steps, as in `RowProduct.sums_and_finish`."""
-        if not self.is_single:
-            return None
-
-        def sums(left: list[Tensor], right: list[Tensor]) -> Tensor:
-            x, y = left[0], right[0]
-            self.site.check_terms(x.shape[-1])
-            if not pays_as_bytes(x, y):
-                return torch.matmul(x.to(self._dtype), y.to(self._dtype))
-            result = scratch("batched", (*x.shape[:-1], y.shape[-1]), torch.int32, x.device)
-            for x_matrix, y_matrix, out in zip(x.flatten(0, -3), y.flatten(0, -3), result.flatten(0, -3), strict=True):
-                torch._int_mm(x_matrix, y_matrix, out=out)
-            return result
-
-        return sums, Pure(to_floats, (), (self.site.scales[0],))
 
     def _products(self, left: list[Tensor], right: list[Tensor] | None) -> list[list[tuple[int, Tensor]]]:
         """Return the products of digits for each pair of parts, each with its factor."""
