@@ -202,21 +202,25 @@ def budgets_table() -> str:
         result = read(file)
         key = file.partition("-")[2]
         rows = result[key]
-        for bits in dict.fromkeys(row["bits"] for row in rows):
-            same = [row for row in rows if row["bits"] == bits]
-            for kind, words in (("uniform", "one for all"), ("budget", "**chosen**")):
+        for bits, method in dict.fromkeys((row["bits"], row.get("method", "adalog")) for row in rows):
+            same = [row for row in rows if (row["bits"], row.get("method", "adalog")) == (bits, method)]
+            # One width for all is always quantized by `adalog`, whose bytes and BOPs are the limits of every method.
+            kinds = [("uniform", "one for all")] if method == "adalog" else []
+            for kind, words in (*kinds, ("budget", "**chosen**")):
                 size, bops = (mean(row[f"{name}_{kind}"] for row in same) for name in ("bytes", "bops"))
                 loss = f"{mean(row[f'kl_{kind}'] for row in same):.4f}" if f"kl_{kind}" in same[0] else ""
                 shares = [
                     f"{100 * mean(row[f'{name}_{kind}'] for row in same):.1f} %" for name in ("agreement", "top1")
                 ]
-                lines.append([model, bits.upper(), words, f"{size / 1e6:.2f}", f"{bops / 1e9:.2f}", loss, *shares])
+                lines.append(
+                    [model, bits.upper(), f"`{method}`", words, f"{size / 1e6:.2f}", f"{bops / 1e9:.2f}", loss, *shares]
+                )
         seeds = len({row["seed"] for row in rows})
         notes.append(
-            f"{model}: {'one seed' if seeds == 1 else f'means of {seeds} seeds'}, 32 images that calibrate and "
-            f"{result['judged_by']} that choose; rank correlation of predicted and measured losses over "
+            f"{model[0].upper()}{model[1:]}: {'one seed' if seeds == 1 else f'means of {seeds} seeds'}, 32 images that "
+            f"calibrate and {result['judged_by']} that choose; rank correlation of predicted and measured losses over "
             f"{len(result['mixes'])} random mixes of widths: {result['spearman'][key]:.2f}."
         )
     note = f"The limits are the bytes and BOPs that the same search takes with one width for all. {' '.join(notes)}"
-    heads = ["model", "bits", "widths", "file [MB]", "GBOPs", "KL [nats]", "agreement", "top-1"]
+    heads = ["model", "bits", "method", "widths", "file [MB]", "GBOPs", "KL [nats]", "agreement", "top-1"]
     return f"{markdown_table(heads, lines)}\n\n{note} {source('budgets-demo', 'budgets-realbench')}"
