@@ -87,8 +87,8 @@ def call(monkeypatch, capsys, *arguments, main=main):
 
 def refusal(monkeypatch, capsys, *arguments, main=main):
     """The one line that `adalog ARGUMENTS` writes when it refuses, in this process."""
-    code, error = call(monkeypatch, capsys, *arguments, main=main)
-    assert (code, error.count("\n"), error[:7]) == (2, 1, "error: "), error
+    code, output, error = _inside(monkeypatch, capsys, arguments, main)
+    assert (code, output, error.count("\n"), error[:7]) == (2, "", 1, "error: "), error
     return error
 
 
