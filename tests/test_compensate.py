@@ -35,12 +35,8 @@ from adalog.graph.sites import find_pieces
 from adalog.quantizers import UniformQuantizer
 from adalog.quantizers.elementwise import codes_in_turn
 from adalog.study.evaluate import predict
-from stored import deserialise, serialise
-from toys import Toy
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from strategies import normal
+from toys import Toy, distance, values_made
 
 
 def correlated(rows, columns, seed=0):
@@ -56,24 +52,27 @@ def levels(*rows, bits=2):
 # --- moments ---------------------------------------------------------------------------------------------------------
 
 
+def assert_same_moments(one, other):
+    assert (one.rows, one.count) == (other.rows, other.count)
+    for name in ("x", "y", "xx", "yx", "yy"):
+        assert torch.allclose(getattr(one, name), getattr(other, name), atol=1e-9)
+
+
 def test_moments_add_up_and_move():
     x, y = normal(2, 30, 4, seed=1), normal(2, 30, 3, seed=2)
     whole, parts = Moments.of(x, y), Moments.of(x[:, :11], y[:, :11]) + Moments.of(x[:, 11:], y[:, 11:])
     mean_x, mean_y = whole.means()
     moved, straight = parts.about(mean_x, mean_y), Moments.of(x - mean_x[:, None], y - mean_y[:, None])
-    for one, other in ((whole, parts), (moved, straight)):
-        assert (one.rows, one.count) == (other.rows, other.count) == (30, 30)
-        for name in ("x", "y", "xx", "yx", "yy"):
-            assert torch.allclose(getattr(one, name), getattr(other, name), atol=1e-9)
+    assert_same_moments(whole, parts)
+    assert_same_moments(moved, straight)
+    assert (whole.rows, whole.count) == (30, 30)
 
 
 def test_a_row_of_weight_two_counts_as_two_rows():
     x, y, weights = normal(2, 30, 4, seed=1), normal(2, 30, 3, seed=2), torch.arange(30) % 3
     weighted = Moments.of(x, y, weights.double())
     repeated = Moments.of(*(value.repeat_interleave(weights, 1) for value in (x, y)))
-    assert (weighted.rows, weighted.count) == (30, repeated.count)
-    for name in ("x", "y", "xx", "yx", "yy"):
-        assert torch.allclose(getattr(weighted, name), getattr(repeated, name), atol=1e-9)
+    assert_same_moments(weighted, replace(repeated, rows=30))
 
 
 def test_the_error_of_a_weight_is_that_of_its_outputs():
@@ -319,11 +318,6 @@ def fitted(pool, searched):
     return correct(calibration.program, [pool[:24]], before, STAGE)
 
 
-def distance(model, reference, images):
-    wanted = predict(reference, images)
-    return float((predict(model, images) - wanted).square().mean() / wanted.var())
-
-
 @pytest.mark.slow
 def test_a_corrected_model_is_nearer_to_the_float_one(tiny, pool, searched, fitted):
     """On the images that are fitted, and on others."""
@@ -409,9 +403,7 @@ def test_a_stream_is_fitted_to_what_it_lacks(pool, searched):
     floats = Values(program, [pool[:24]], blocks=pieces)
     quantized = Values(rewrite(program, before), [pool[:24]], blocks=pieces, like=floats)
     seen = compensate._collect_moments(floats, quantized, start, group, rewrite(program, before), {}, stream)
-    values = [{}, {}]
-    for each, found in zip((program, rewrite(program, before)), values, strict=True):
-        each.run([pool[:24]], lambda node, args, result, found=found: found.update({node.name: result}))
+    values = [values_made(each, [pool[:24]]) for each in (program, rewrite(program, before))]
     lacks = (values[0][stream[0]] - values[1][stream[1]]).double().flatten(0, 1)
     both = seen.fit + seen.held
     assert torch.allclose(both.y[0] / both.count + seen.origin[1][0], lacks.mean(0), atol=1e-4)
@@ -549,9 +541,8 @@ def test_a_value_without_images_is_quantized_wherever_it_is_read():
     calibration = Calibration(model, images)
     choices = Correction(compensate=False, robust=False)
     found = correct(calibration.program, [images], calibration.assign(LOW), choices)
-    values = [{}, {}]
-    for program, seen in zip((calibration.program, rewrite(calibration.program, found)), values, strict=True):
-        program.run([images], lambda node, args, value, seen=seen: seen.update({node.name: value}))
+    programs = calibration.program, rewrite(calibration.program, found)
+    values = [values_made(program, [images]) for program in programs]
     for group, assignment in found:
         if group.name in ("one", "two"):
             exact, given = (seen[group.nodes[0]].flatten(0, -2) for seen in values)
@@ -699,42 +690,6 @@ def test_mean_outputs_are_those_of_the_float_network(tiny, pool, searched, fitte
 
 
 # --- as a stage ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_it_is_stored_and_runs_in_integers(tiniest, pool):
-    config = replace(LOW, stages=(STAGE,))
-    model = adalog.quantize(tiniest, pool, config)
-    assert model.provenance["fitted_images"] == 24
-    plain = adalog.quantize(tiniest, pool, LOW)
-    content = serialise(model)
-    sizes = [len(file) - int.from_bytes(file[:8], "little") for file in (content, serialise(plain))]
-    assert abs(sizes[0] / sizes[1] - 1) < 0.01  # of all but the header, whose text tells of the stage
-    stored = deserialise(content)
-    assert stored.config == config
-    with torch.no_grad():
-        assert torch.equal(stored(pool[:4]), model(pool[:4]))
-        integers = stored.compile("torch")(pool[:4])
-    assert float((integers - model(pool[:4])).norm() / integers.norm()) < 0.05
-    assert serialise(adalog.quantize(tiniest, pool, config)) == content
-
-
-@pytest.mark.slow
-def test_an_interrupted_search_goes_on_to_the_same_bytes(tiniest, pool, tmp_path):
-    config = replace(LOW, stages=(STAGE,))
-    partial = tmp_path / "partial"
-
-    class Stop(Exception):
-        pass
-
-    def stop(done, total, site):
-        if "corrected" in site:
-            raise Stop
-
-    with pytest.raises(Stop):
-        adalog.quantize(tiniest, pool, config, partial=partial, progress=stop)
-    resumed = adalog.quantize(tiniest, pool, config, partial=partial)
-    assert serialise(resumed) == serialise(adalog.quantize(tiniest, pool, config))
 
 
 def test_too_few_images_are_refused(tiniest, pool):

@@ -12,13 +12,10 @@ from adalog.calibration import judge
 from adalog.calibration.judge import logit_error, output_errors, relative_error
 from adalog.calibration.values import Values
 from adalog.graph.rewrite import rewrite
+from strategies import normal
 from toys import Toy
 
 CONFIG = Config(weight_bits=3, activation_bits=3, softmax_bits=3, images=4, search=Search(rounds=1, steps=0))
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_the_error_of_logits_is_the_divergence_at_the_best_factor():

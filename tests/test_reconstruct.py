@@ -32,7 +32,8 @@ from adalog.ranks import ALONE, Ranks
 from adalog.study.evaluate import predict
 from recorded import Operations, like_an_accelerator, record, without_data
 from stored import deserialise, serialise
-from toys import TOKENS, Toy, tokens_config
+from strategies import normal
+from toys import TOKENS, Toy, distance, tokens_config, values_made
 from zoo import timm_vit
 
 pytestmark = pytest.mark.usefixtures("captured_once")
@@ -40,10 +41,6 @@ SHORT = Search(rounds=1, steps=1, rough_rows=0)
 LOW = Config(weight_bits=2, activation_bits=3, softmax_bits=3, images=8, search=SHORT, stages=())
 SHORTEST = replace(LOW, search=Search(init=(8, 4), parents=4, steps=0, rounds=1, compare_uniform=False))
 STAGE = Reconstruction(images=24, iterations=24, batch=8, drop=0.1, rate=0.05, scale_rate=0.01)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def stored(codes, bits=2):
@@ -418,11 +415,6 @@ def test_what_leads_to_no_blocks_output_or_to_others_as_well_stays_as_it_is(pool
 # --- a model ---------------------------------------------------------------------------------------------------------
 
 
-def distance(model, reference, images):
-    wanted = predict(reference, images)
-    return float((predict(model, images) - wanted).square().mean() / wanted.var())
-
-
 @pytest.mark.slow
 def test_a_reconstructed_model_is_nearer_to_the_float_one(tiny, pool, spoilt):
     """On images that are fitted, and on others."""
@@ -432,35 +424,6 @@ def test_a_reconstructed_model_is_nearer_to_the_float_one(tiny, pool, spoilt):
     after = QuantizedModel(calibration.build_program(found, LOW))
     for images in (pool[:24], pool[24:]):
         assert distance(after, tiny, images) < 0.7 * distance(plain, tiny, images)
-
-
-@pytest.mark.slow
-def test_it_is_stored_and_runs_in_integers(tiniest, pool):
-    config = replace(SHORTEST, stages=(replace(STAGE, iterations=4),))
-    model = adalog.quantize(tiniest, pool, config)
-    assert model.provenance["fitted_images"] == 24
-    content = serialise(model)
-    assert abs(len(content) - len(serialise(adalog.quantize(tiniest, pool, SHORTEST)))) < 512  # what tells of the stage
-    again = deserialise(content)
-    assert again.config == config
-    with torch.no_grad():
-        assert torch.equal(again(pool[:4]), model(pool[:4]))
-        integers = again.compile("torch")(pool[:4])
-    assert float((integers - model(pool[:4])).norm() / integers.norm()) < 0.05
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_goes_on_to_the_same_bytes(tiniest, pool, tmp_path):
-    """The file is cut within a line, as a kill may leave it, in the midst of a block."""
-    config = replace(SHORTEST, stages=(Correction(24), replace(STAGE, iterations=4)))
-    whole = tmp_path / "whole"
-    content = serialise(adalog.quantize(tiniest, pool, config, partial=whole))
-    lines = whole.read_bytes().splitlines(keepends=True)
-    first = next(index for index, line in enumerate(lines) if b"reconstruction of" in line)
-    for kept in (first - 2, first + 3):
-        cut = tmp_path / f"cut-{kept}"
-        cut.write_bytes(b"".join(lines[:kept]) + lines[kept][:40])
-        assert serialise(adalog.quantize(tiniest, pool, config, partial=cut)) == content
 
 
 @pytest.mark.slow
@@ -491,11 +454,21 @@ def test_a_bias_is_read_back_to_the_bit(tmp_path, searched):
 
 
 def test_choices_that_cannot_be_are_refused():
-    assert Config.from_json(Config(stages=(STAGE,)).to_json()).stages == (STAGE,)
-    assert json.loads(Config(stages=(STAGE,)).to_json())["stages"][0]["kind"] == "reconstruction"
-    for changes in ({"images": 0}, {"weights": "nearest"}, {"loss": "cross-entropy"}, {"drop": 1.0}, {"rate": 0}):
-        with pytest.raises(ValueError, match=next(iter(changes))):
-            Config(stages=(replace(STAGE, **changes),))
+    for scope in ("block", "model"):
+        stage = replace(STAGE, scope=scope)
+        text = Config(stages=(stage,)).to_json()
+        assert Config.from_json(text).stages == (stage,)
+        assert json.loads(text)["stages"][0].items() >= {"kind": "reconstruction", "scope": scope}.items()
+    for field, value in (
+        ("images", 0),
+        ("weights", "nearest"),
+        ("loss", "cross-entropy"),
+        ("drop", 1.0),
+        ("rate", 0),
+        ("scope", "site"),
+    ):
+        with pytest.raises(ValueError, match=f"^{field} = {value!r} is not "):
+            Config(stages=(replace(STAGE, **{field: value}),))
     for stages in ((STAGE, Correction()), (STAGE, STAGE), (STAGE, adalog.Evolution()), (Correction(), Correction())):
         with pytest.raises(ValueError, match="at most one Correction, then one Reconstruction of blocks"):
             Config(stages=stages)
@@ -652,9 +625,6 @@ def test_an_accelerator_takes_all_images_at_once_and_several_ranks_take_shares(p
 # --- SQNRs and errors that a reconstruction reports -------------------------------------------------------------------
 
 
-__all__ = ["searched"]
-
-
 def test_the_sqnr_of_a_weight_is_about_the_mean_of_each_channel(pool, searched):
     block = block_of(*searched, pool[:24])
     exact, given = (pick(block._values, chunk, block._held_out) for chunk in (block._exact, block._inputs))
@@ -705,11 +675,8 @@ def test_a_block_is_judged_with_all_that_is_quantized_in_it(pool, monkeypatch):
     calibration = Calibration(Again().double().eval(), images[:8])
     before = calibration.assign(LOW)
     reconstruct(calibration.program, [images], before, replace(STAGE, images=16))
-    values = []
-    for program in (calibration.program, rewrite(calibration.program, before)):
-        made = {}
-        program.run([images[7::8]], watch=lambda node, args, result, made=made: made.update({node.name: result}))
-        values.append(made)
+    programs = calibration.program, rewrite(calibration.program, before)
+    values = [values_made(program, [images[7::8]]) for program in programs]
     assert len(judged) == 4  # the stem, two blocks and the head
     for name, error in judged.items():
         exact, quantized = (made[name] for made in values)
@@ -924,14 +891,14 @@ def test_progress_is_told_many_times(pool, tiniest_searched):
 
 @pytest.mark.slow
 def test_both_reconstructions_follow_each_other_and_go_on_after_a_kill(tiniest, pool, tmp_path):
-    """The file of what is done tells them apart, also where it ends between them or within the last one."""
+    """Wherever a kill cuts the file of what is done: within a stage, between two stages, or in the midst of a block."""
     stages = (Correction(24), replace(WHOLE_MODEL, scope="block", iterations=4), replace(WHOLE_MODEL, iterations=8))
     config, whole = replace(SHORTEST, stages=stages), tmp_path / "whole"
     content = serialise(adalog.quantize(tiniest, pool, config, partial=whole))
     lines = whole.read_bytes().splitlines(keepends=True)
     first = next(index for index, line in enumerate(lines) if b'"tuning of' in line)
-    assert any(b"reconstruction of" in line for line in lines[:first])
-    for kept in (first, first + 2):
+    block = next(index for index, line in enumerate(lines) if b"reconstruction of" in line)
+    for kept in (block - 2, block + 3, first, first + 2):
         cut = tmp_path / f"cut-{kept}"
         cut.write_bytes(b"".join(lines[:kept]) + lines[kept][:40])
         assert serialise(adalog.quantize(tiniest, pool, config, partial=cut)) == content
@@ -941,16 +908,6 @@ def test_both_reconstructions_follow_each_other_and_go_on_after_a_kill(tiniest, 
     without = adalog.quantize(tiniest, pool, replace(config, stages=stages[:2]))
     assert serialise(without) != content
     assert abs(len(serialise(without)) - len(content)) < 512  # what tells of the stage
-
-
-def test_the_scope_is_written_and_read():
-    configs = {scope: Config(stages=(replace(WHOLE_MODEL, scope=scope),)) for scope in ("block", "model")}
-    fields = {scope: json.loads(config.to_json()) for scope, config in configs.items()}
-    assert [each["stages"][0]["scope"] for each in fields.values()] == ["block", "model"]
-    for scope, each in fields.items():
-        assert Config.from_json(json.dumps(each)).stages == (replace(WHOLE_MODEL, scope=scope),)
-    with pytest.raises(ValueError, match="scope = 'site' is not one of block, model"):
-        replace(WHOLE_MODEL, scope="site")
 
 
 def test_the_model_is_trained_last():

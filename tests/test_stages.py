@@ -1,14 +1,16 @@
-"""Stages: the images that they fit."""
+"""Stages: the images that they fit, and that what they made is stored."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
+import adalog
 from adalog import Calibration, Correction, Reconstruction
 from adalog.calibration import compensate, reconstruct
 from adalog.calibration.partial import assignment_json
 from adalog.calibration.stages import with_mirror_images
+from stored import deserialise, serialise
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 
@@ -38,6 +40,23 @@ def test_inputs_other_than_one_batch_of_images_have_no_mirror_images():
     images, others = torch.rand(8, 3, 4, 4), torch.rand(8, 5)
     for inputs in ([images, others], [others], [torch.zeros(8, 3, 4, 4, dtype=torch.uint8)]):
         assert with_mirror_images(inputs) is inputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [Correction(24, robust=False), Reconstruction(24, iterations=4, batch=8)])
+def test_a_stage_is_stored_and_runs_in_integers(tiniest, pool, fast, stage):
+    config = replace(fast, weight_bits=2, activation_bits=4, images=8, stages=(stage,))
+    model, plain = (adalog.quantize(tiniest, pool, each) for each in (config, replace(config, stages=())))
+    assert model.provenance["fitted_images"] == 24
+    content = serialise(model)
+    assert abs(len(content) - len(serialise(plain))) < 512  # what tells of the stage
+    assert serialise(adalog.quantize(tiniest, pool, config)) == content
+    stored = deserialise(content)
+    assert stored.config == config
+    with torch.no_grad():
+        assert torch.equal(stored(pool[:4]), model(pool[:4]))
+        integers = stored.compile("torch")(pool[:4])
+    assert float((integers - model(pool[:4])).norm() / integers.norm()) < 0.05
 
 
 @pytest.mark.parametrize(

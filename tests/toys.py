@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from adalog import Config
+from adalog.study.evaluate import predict
 
 IMAGES = torch.randn(7, 3, 32, 32, generator=torch.Generator().manual_seed(2))
 SMALL_IMAGES = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(3))
@@ -72,6 +73,20 @@ def decibels(found, wanted):
     """The signal-to-noise ratio of `found` [dB]."""
     noise = (found - wanted).double().square().sum()
     return float(10 * (wanted.double().square().sum() / noise).log10())
+
+
+def distance(model, reference, images):
+    """The squared error of a model's outputs, as a share of the variance of the reference's."""
+    wanted = predict(reference, images)
+    return float((predict(model, images) - wanted).square().mean() / wanted.var())
+
+
+@torch.no_grad()
+def values_made(program, inputs):
+    """These inputs and every value that a program makes of them, by name."""
+    made = dict(zip(program.inputs, inputs, strict=True))
+    program.run(inputs, lambda node, args, result: made.update({node.name: result}))
+    return made
 
 
 class Unbound(nn.Module):
