@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 import io
 import math
 import pickle
@@ -21,7 +20,7 @@ from adalog.graph.sites import find_sites
 from adalog.inputs import demo
 from adalog.quantized import QuantizedProgram
 from stored import deserialise, serialise
-from toys import Toy
+from toys import Toy, decibels
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 BITS4 = Config(images=4, search=Search(init=(8, 4), parents=4, rounds=1, steps=1), stages=())
@@ -35,19 +34,10 @@ def logits(output):
 @torch.no_grad()
 def sqnr(model, quantized, images):
     """Of the outputs [dB]."""
-    exact, actual = logits(model(images)).double(), logits(quantized(images)).double()
-    return (10 * torch.log10(exact.square().sum() / (exact - actual).square().sum())).item()
+    return decibels(logits(quantized(images)), logits(model(images)))
 
 
 # --- whole models ----------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def eight_bits(name):
-    """A model, its program, and the same quantized."""
-    model = zoo.make(name)
-    calibration = Calibration(model, zoo.IMAGES)
-    return model, calibration.program, calibration.quantize(BITS8)
 
 
 def assert_same_after_saving(result, path):
@@ -63,23 +53,23 @@ def test_quantizes_to_four_bits(tmp_path):
     result = quantize(model, zoo.IMAGES, BITS4)
     assert result.float_sites() == []
     assert sqnr(model, result, zoo.IMAGES) > 5
+    output = result(zoo.IMAGES)
+    assert isinstance(output, ModelOutput)
+    assert output.logits.shape == (len(zoo.IMAGES), 10)
     assert_same_after_saving(result, tmp_path / "model.safetensors")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.MODELS)
-def test_eight_bits_are_close_to_full_precision(name):
-    model, program, result = eight_bits(name)
+def test_eight_bits_are_close_to_full_precision(name, tmp_path):
+    model = zoo.make(name)
+    calibration = Calibration(model, zoo.IMAGES)
+    result = calibration.quantize(BITS8)
     assert result.float_sites() == []
-    assert {row.site for row in result.ledger} == {site.name for site in find_sites(program)}
+    assert {row.site for row in result.ledger} == {site.name for site in find_sites(calibration.program)}
     assert min(row.sqnr for row in result.ledger) > 28
     assert sqnr(model, result, zoo.IMAGES) > 25
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", zoo.MODELS)
-def test_every_model_is_the_same_after_saving(name, tmp_path):
-    assert_same_after_saving(eight_bits(name)[2], tmp_path / "model.safetensors")
+    assert_same_after_saving(result, tmp_path / "model.safetensors")
 
 
 @pytest.mark.slow
@@ -265,13 +255,6 @@ def test_summary_tells_refusals(images):
 def test_a_site_that_is_not_quantized_is_told(quantized, calibration):
     plain = QuantizedModel(QuantizedProgram(calibration.program, quantized.config, (), {}))
     assert len(plain.float_sites()) == len(quantized.ledger)
-
-
-@pytest.mark.slow
-def test_outputs_keep_their_structure(images):
-    output = eight_bits("hf_vit")[2](images)
-    assert isinstance(output, ModelOutput)
-    assert output.logits.shape == (4, 10)
 
 
 SHAPE = r"\(4, 3, 32, 32\) of torch.float32"

@@ -32,15 +32,11 @@ from adalog.search.objective import ProductError
 from adalog.search.operand import Operand
 from adalog.search.product import Product
 from adalog.search.strategies import Loss, fpcs, grid
-from strategies import R, log_fake_quantize, normal
+from strategies import R, f64, log_fake_quantize, normal
 
 BITS = [2, 3, 4, 6, 8]
 BASES = [1, 10, 20, 37, 74, 137]
 GELU_OFFSET = 0.16997120747990369
-
-
-def one(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
 
 
 def post_softmax(count: int = 400) -> Tensor:
@@ -70,21 +66,21 @@ def assert_codes(code: Tensor, x: Tensor, scale: float, log2_base: float, bits: 
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 def test_eq_01_log2_quantize(bits: int, scale: float) -> None:
     x = post_softmax()
-    assert_codes(log_quantize(x, one(scale), 1, 1, bits), x, scale, 1.0, bits)
+    assert_codes(log_quantize(x, f64(scale), 1, 1, bits), x, scale, 1.0, bits)
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_eq_02_log2_dequantize(bits: int) -> None:
     code = torch.arange(2**bits)
     printed = [0.37 * 2.0**-k for k in range(2**bits)]
-    assert log_dequantize(code, one(0.37), 1, 1, bits, table=False).tolist() == printed
+    assert log_dequantize(code, f64(0.37), 1, 1, bits, table=False).tolist() == printed
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 def test_eq_03_log_sqrt2_quantize(bits: int, scale: float) -> None:
     x = post_softmax()
-    assert_codes(log_quantize(x, one(scale), 1, 2, bits), x, scale, 0.5, bits)
+    assert_codes(log_quantize(x, f64(scale), 1, 2, bits), x, scale, 0.5, bits)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -95,7 +91,7 @@ def test_eq_04_log_sqrt2_dequantize_with_parity_scale(bits: int) -> None:
         parity_scale = scale * ((code % 2) * (math.sqrt(2) - 1) + 1)
         return parity_scale * 2.0 ** math.floor(-code / 2)
 
-    value = log_dequantize(torch.arange(2**bits), one(scale), 1, 2, bits, table=False)
+    value = log_dequantize(torch.arange(2**bits), f64(scale), 1, 2, bits, table=False)
     assert value.tolist() == pytest.approx([printed(code) for code in range(2**bits)], rel=1e-14)
 
 
@@ -106,14 +102,14 @@ def test_eq_04_log_sqrt2_dequantize_with_parity_scale(bits: int) -> None:
 @pytest.mark.parametrize("q", BASES)
 def test_eq_05_quantize(bits: int, q: int) -> None:
     x = post_softmax()
-    assert_codes(log_quantize(x, one(0.8), q, R, bits), x, 0.8, q / R, bits)
+    assert_codes(log_quantize(x, f64(0.8), q, R, bits), x, 0.8, q / R, bits)
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("q", BASES)
 def test_eq_06_dequantize(bits: int, q: int) -> None:
     base = 2 ** (q / R)
-    value = log_dequantize(torch.arange(2**bits), one(0.8), q, R, bits, table=False)
+    value = log_dequantize(torch.arange(2**bits), f64(0.8), q, R, bits, table=False)
     # k log2(base) is rounded before the power is taken: a relative error of about 1000 ulps at the largest exponents.
     assert value.tolist() == pytest.approx([0.8 * base**-k for k in range(2**bits)], rel=1e-12)
 
@@ -161,7 +157,7 @@ def coded_product(bits: int, q: int) -> tuple[list[int], list[int], list[int], f
     b = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (64,), generator=generator).double()
     shift, mantissa = (table[code].tolist() for table in log_tables(q, R, bits))
     scale, other_scale = 0.8, 0.013
-    left, right = log_dequantize(code, one(scale), q, R, bits), b * other_scale
+    left, right = log_dequantize(code, f64(scale), q, R, bits), b * other_scale
     value, size = (float(product) / (scale * other_scale) for product in (left @ right, left @ right.abs()))
     return mantissa, shift, [int(n) for n in b], value, size
 
@@ -212,7 +208,7 @@ def test_eq_11_12_bias_reparameterization_leaves_the_output() -> None:
 @pytest.mark.parametrize("bits", [3, 4, 6])
 def test_eq_13_quantize_with_offset(bits: int) -> None:
     x = gelu(normal(300) * 2)
-    quantizer = LogQuantizer(one(3.0), 20, R, bits, beyond="saturate", rounding="log", offset=GELU_OFFSET)
+    quantizer = LogQuantizer(f64(3.0), 20, R, bits, beyond="saturate", rounding="log", offset=GELU_OFFSET)
     assert_codes(quantizer.quantize(x), x + GELU_OFFSET, 3.0, 20 / R, bits)
 
 
@@ -220,7 +216,7 @@ def test_eq_13_quantize_with_offset(bits: int) -> None:
 def test_eq_14_dequantize_with_offset(keeps_offset: bool) -> None:
     """The dequantized value is that of X' = X + 0.17, from which the offset goes only where no bias has absorbed it."""
     quantizer = LogQuantizer(
-        one(3.0), 20, R, 4, beyond="saturate", rounding="log", table=False, offset=0.17, keeps_offset=keeps_offset
+        f64(3.0), 20, R, 4, beyond="saturate", rounding="log", table=False, offset=0.17, keeps_offset=keeps_offset
     )
     printed = [3.0 * (2 ** (20 / R)) ** -k - (0.0 if keeps_offset else 0.17) for k in range(16)]
     assert quantizer.dequantize(torch.arange(16)).tolist() == pytest.approx(printed, abs=1e-13)
@@ -228,7 +224,7 @@ def test_eq_14_dequantize_with_offset(keeps_offset: bool) -> None:
 
 def test_eq_15_bias_uses_the_dequantized_weight() -> None:
     weight, bias, x = linear_layer()
-    coarse = UniformQuantizer(one(0.4), one(8.0), 4).fake_quantize(weight)
+    coarse = UniformQuantizer(f64(0.4), f64(8.0), 4).fake_quantize(weight)
     b_rep = absorb_offset(coarse, bias, 0.17)
     printed = [b - 0.17 * sum(row) for row, b in zip(coarse.tolist(), bias.tolist(), strict=True)]
     assert b_rep.tolist() == pytest.approx(printed, abs=1e-13)
@@ -257,24 +253,42 @@ def rippled(points: Tensor) -> Tensor:
     return (a - 0.31) ** 2 + 2 * (b - 0.77) ** 2 + a * b / 3 + 0.05 * torch.cos(25 * a) * torch.cos(19 * b)
 
 
-def printed_search(low: list[float], high: list[float], sizes: tuple[int, int], keep: int, steps: int) -> list[list]:
-    """Algorithm 1 in plain Python, z_1 = z_2 = 1: the candidate set C_i of each step, scored by `rippled`."""
+Point = tuple[float, ...]
+Score = Callable[[Point], float]
 
-    def score(point: tuple[float, float]) -> float:
-        return float(rippled(torch.tensor([point], dtype=torch.float64))[0])
 
-    tau = [(high[i] - low[i]) / (sizes[i] - 1) for i in range(2)]
-    candidates = [(low[0] + i * tau[0], low[1] + j * tau[1]) for i in range(sizes[0]) for j in range(sizes[1])]
-    sets = [candidates]
-    for _ in range(steps):
-        parents = sorted(candidates, key=score)[:keep]
+def printed_sets(low: Point, high: Point, score: Score) -> list[list[Point]]:
+    """Algorithm 1 in plain Python: the candidates of each step.
+
+    With n = 128 = 16 x 8, p = 4 and z_1 = z_2 = 1, a parent being one of its own children.
+    """
+    tau = [(high[0] - low[0]) / 15, (high[1] - low[1]) / 7]
+    sets = [[(low[0] + i * tau[0], low[1] + j * tau[1]) for i in range(16) for j in range(8)]]
+    for _ in range(4):
+        parents = sorted(sets[-1], key=score)[:16]
         tau = [spacing / 2 for spacing in tau]
-        candidates = [(a + i * tau[0], b + j * tau[1]) for a, b in parents for i in (-1, 0, 1) for j in (-1, 0, 1)]
-        sets.append(candidates)
+        sets.append([(a + i * tau[0], b + j * tau[1]) for a, b in parents for i in (0, -1, 1) for j in (0, -1, 1)])
     return sets
 
 
-LOW, HIGH, SIZES, KEEP, STEPS = [-1.0, 0.2], [0.5, 1.4], (16, 8), 16, 4
+def printed_algorithm(low: Point, high: Point, score: Score) -> Point:
+    return min(printed_sets(low, high, score)[-1], key=score)
+
+
+def ripple(point: Point) -> float:
+    return float(rippled(torch.tensor([point], dtype=torch.float64))[0])
+
+
+def percentiles(x: Tensor, fractions: Sequence[float]) -> list[float]:
+    ordered = sorted(x.flatten().tolist())
+    places = [fraction * (len(ordered) - 1) for fraction in fractions]
+    return [
+        ordered[int(place)] + (place % 1) * (ordered[min(int(place) + 1, len(ordered) - 1)] - ordered[int(place)])
+        for place in places
+    ]
+
+
+LOW, HIGH, SIZES, KEEP, STEPS = (-1.0, 0.2), (0.5, 1.4), (16, 8), 16, 4
 
 
 def distinct(points: list) -> list[tuple[float, float]]:
@@ -283,7 +297,7 @@ def distinct(points: list) -> list[tuple[float, float]]:
 
 def test_algorithm_1_candidates_are_the_product_of_two_partitions() -> None:
     low, high = torch.tensor(LOW, dtype=torch.float64), torch.tensor(HIGH, dtype=torch.float64)
-    printed = printed_search(LOW, HIGH, SIZES, KEEP, 0)[0]
+    printed = printed_sets(LOW, HIGH, ripple)[0]
     assert len(printed) == 16 * 8
     torch.testing.assert_close(grid(low, high, SIZES), torch.tensor(printed, dtype=torch.float64))
 
@@ -293,15 +307,8 @@ def test_algorithm_1_box_lies_between_percentiles() -> None:
     values = normal(7, 13)
     search = METHODS["adalog-paper"].choices["search"]
     low, high = Operand(values, UniformFormat(4)).box(search.reach)
-    ordered = sorted(values.flatten().tolist())
-
-    def percentile(fraction: float) -> float:
-        position = fraction * (len(ordered) - 1)
-        below = math.floor(position)
-        return ordered[below] + (position - below) * (ordered[min(below + 1, len(ordered) - 1)] - ordered[below])
-
-    assert low.tolist() == pytest.approx([percentile(0.0), percentile(0.9)], rel=1e-12)
-    assert high.tolist() == pytest.approx([percentile(0.1), percentile(1.0)], rel=1e-12)
+    assert low.tolist() == pytest.approx(percentiles(values, [0.0, 0.9]), rel=1e-12)
+    assert high.tolist() == pytest.approx(percentiles(values, [0.1, 1.0]), rel=1e-12)
     assert math.prod(search.init) == 128
 
 
@@ -310,7 +317,7 @@ def test_algorithm_1_keeps_the_best_and_shrinks_the_intervals() -> None:
     loss, calls = recorded(rippled)
     low, high = torch.tensor(LOW, dtype=torch.float64), torch.tensor(HIGH, dtype=torch.float64)
     best, least = fpcs(loss, low, high, init=SIZES, parents=KEEP, steps=STEPS)
-    sets = printed_search(LOW, HIGH, SIZES, KEEP, STEPS)
+    sets = printed_sets(LOW, HIGH, ripple)
     assert [len(call) for call in calls] == [128] * (STEPS + 1)
     scored: set[tuple[float, float]] = set()
     for call, printed in zip(calls, sets, strict=True):
@@ -370,28 +377,6 @@ def by_logarithm(x: Tensor, point: Sequence[float], bits: int) -> Tensor:
     k = (-((x + 0.17) / s).log2() * R / q).round().clamp(0, 2**bits - 1).long()
     levels = [round(2.0 ** -((i * q) % R / R) * 2 * (2**bits - 1)) * 2.0 ** -(i * q // R) for i in range(2**bits)]
     return s * torch.tensor(levels, dtype=torch.float64)[k] / (2 * (2**bits - 1)) - 0.17
-
-
-def percentiles(x: Tensor, fractions: Sequence[float]) -> list[float]:
-    ordered = sorted(x.flatten().tolist())
-    places = [fraction * (len(ordered) - 1) for fraction in fractions]
-    return [
-        ordered[int(place)] + (place % 1) * (ordered[min(int(place) + 1, len(ordered) - 1)] - ordered[int(place)])
-        for place in places
-    ]
-
-
-def printed_algorithm(
-    low: Sequence[float], high: Sequence[float], loss: Callable[[Sequence[float]], float]
-) -> tuple[float, ...]:
-    """Algorithm 1 with n = 128 = 16 x 8, p = 4 and z_1 = z_2 = 1, a parent being one of its own children."""
-    tau = [(high[0] - low[0]) / 15, (high[1] - low[1]) / 7]
-    candidates = [(low[0] + i * tau[0], low[1] + j * tau[1]) for i in range(16) for j in range(8)]
-    for _ in range(4):
-        parents = sorted(candidates, key=loss)[:16]
-        tau = [spacing / 2 for spacing in tau]
-        candidates = [(a + i * tau[0], b + j * tau[1]) for a, b in parents for i in (0, -1, 1) for j in (0, -1, 1)]
-    return min(candidates, key=loss)
 
 
 def square(x: Tensor) -> float:
@@ -484,7 +469,7 @@ def test_paper_literally_layer_wise(calibration: Calibration) -> None:
 def test_quantized_levels_follow_the_tables() -> None:
     """Eqs. 5-9 together: what comes back is s s_table U 2^-A of the printed code."""
     x, bits, q, scale = post_softmax(), 4, 20, 0.8
-    value = log_fake_quantize(x, one(scale), q, R, bits)
+    value = log_fake_quantize(x, f64(scale), q, R, bits)
     for got, source in zip(value.tolist(), x.tolist(), strict=True):
         code = printed_code(source, scale, q / R, bits)
         if code is not None:

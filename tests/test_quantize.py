@@ -19,16 +19,11 @@ from adalog.quantizers import QuantizedTensor, UniformFormat
 from adalog.search.operand import Operand
 from adalog.search.product import Product
 from adalog.search.tables import with_table
-from stored import serialise
+from stored import deserialise, serialise
 from toys import TOKENS, Toy, decibels, tokens_config
 
 CONFIG = Config(images=4, weight_bits=8, activation_bits=8, softmax_bits=8, search=Search(steps=1), stages=())
 IMAGES = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-
-
-def sqnr(actual, expected):
-    noise = (actual - expected).double().square().sum()
-    return (10 * torch.log10(expected.double().square().sum() / noise)).item()
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------
@@ -55,14 +50,13 @@ def masked():
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_several_inputs_of_any_type(masked, tmp_path):
+def test_several_inputs_of_any_type(masked):
     model, inputs = masked
     result = adalog.quantize(model, inputs, CONFIG)
-    assert sqnr(result(*inputs), model(*inputs)) > 25
+    assert decibels(result(*inputs), model(*inputs)) > 25
     assert result(*(value[:1] for value in inputs)).shape == (1, 4, 32, 8)
     assert result.float_sites() == []
-    result.save(tmp_path / "model")
-    assert torch.equal(adalog.load(tmp_path / "model")(*inputs), result(*inputs))
+    assert torch.equal(deserialise(serialise(result))(*inputs), result(*inputs))
 
 
 @pytest.mark.slow
@@ -96,7 +90,7 @@ def test_refuses_an_input_with_nan_beside_one_without(masked):
 
 
 @torch.no_grad()
-def test_products_that_stay_float_are_told(tmp_path):
+def test_products_that_stay_float_are_told():
     def function(model, x):
         mixed = model.mix @ model.fc(x)  # a stored operand on the left
         filtered = F.linear(mixed, x[0, 0, :8])  # a weight from the image
@@ -114,11 +108,10 @@ def test_products_that_stay_float_are_told(tmp_path):
     assert len(result.float_sites()) == 3
     assert "2 sites, 3 of them float" in result.summary()
     assert "stays float: qk: its left operand is a stored tensor" in result.summary()
-    result.save(tmp_path / "model")
-    loaded = adalog.load(tmp_path / "model")
+    loaded = deserialise(serialise(result))
     assert loaded.refusals == result.refusals
     for actual, expected in zip(loaded(IMAGES), model(IMAGES), strict=True):
-        assert sqnr(actual, expected) > 30
+        assert decibels(actual, expected) > 30
 
 
 @pytest.mark.parametrize("per_head", [True, False])
@@ -129,7 +122,7 @@ def test_a_table_that_all_images_share_is_quantized_like_keys(per_head):
     result = adalog.quantize(model, IMAGES, dataclasses.replace(CONFIG, per_head=per_head))
     assert [(row.role, row.right) for row in result.ledger] == [("qk", "8-bit uniform" + " x 3" * per_head)]
     assert result.float_sites() == []
-    assert sqnr(result(IMAGES), model(IMAGES)) > 35
+    assert decibels(result(IMAGES), model(IMAGES)) > 35
 
 
 @pytest.mark.parametrize("kind", ["adalog", "twin"])
@@ -143,7 +136,7 @@ def test_only_uniform_activations_have_a_scale_a_head_or_group(kind):
         result = adalog.quantize(model, IMAGES, config)
         assert result.ledger[0].left.startswith(f"8-bit {word}")
         assert " x " not in result.ledger[0].left
-        assert sqnr(result(IMAGES), model(IMAGES)) > 35
+        assert decibels(result(IMAGES), model(IMAGES)) > 35
 
 
 @torch.no_grad()
@@ -191,7 +184,7 @@ def test_a_norm_folds_by_the_rows_that_its_linears_read():
     folded = adalog.quantize(model, images, config)
     assert not folded.refusals
     plain = adalog.quantize(model, images, dataclasses.replace(config, fold_rows=10**6))
-    assert sqnr(folded(images), model(images)) > sqnr(plain(images), model(images)) + 3
+    assert decibels(folded(images), model(images)) > decibels(plain(images), model(images)) + 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -267,7 +260,7 @@ def widths(result):
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_sites_keep_other_bits(calibration, images, tmp_path):
+def test_sites_keep_other_bits(calibration, images):
     result = calibration.quantize(kept(("blocks.*.mlp.*", 6), ("blocks.1.mlp.fc2", 32), ("*.av", 5)))
     found = widths(result)
     assert found.pop("patch_embed.conv1") == ("8-bit", "4-bit")
@@ -278,8 +271,7 @@ def test_sites_keep_other_bits(calibration, images, tmp_path):
     assert result.refusals["blocks.1.mlp.fc2"] == "stays float: pinned at 32 bits"
     assert "stays float: blocks.1.mlp.fc2: pinned at 32 bits" in result.summary()
     assert result.float_sites() == ["blocks.1.mlp.fc2"]
-    result.save(tmp_path / "model")
-    loaded = adalog.load(tmp_path / "model")
+    loaded = deserialise(serialise(result))
     assert loaded.config == result.config
     assert torch.equal(loaded(images), result(images))
 
@@ -311,7 +303,7 @@ def test_linears_of_one_activation_keep_the_same_bits(fold_rows):
     for keep, bits in (((), "4-bit"), ((("q", 8),), "8-bit"), ((("q", 32),), "float")):
         result = calibration.quantize(kept(*keep, fold_rows=fold_rows))
         assert widths(result) == {name: ("4-bit", "4-bit") if name == "other" else (bits, bits) for name in parts}
-        quality.append(sqnr(result(IMAGES) - model.other(IMAGES), model(IMAGES) - model.other(IMAGES)))
+        quality.append(decibels(result(IMAGES) - model.other(IMAGES), model(IMAGES) - model.other(IMAGES)))
     assert result.refusals["norm"] == "not folded: its linears take float activations"
     assert quality == sorted(quality)
 
@@ -328,7 +320,7 @@ def test_linears_of_different_activations_keep_their_own_bits():
 
 
 @torch.no_grad()
-def test_operands_keep_bits_of_their_own(calibration, images, tmp_path):
+def test_operands_keep_bits_of_their_own(calibration, images):
     result = calibration.quantize(
         kept(("blocks.0.*", "w3a6"), ("*.av", "s2"), ("head", "w32"), ("patch_embed.*", "i5"), ("*.1.mlp.fc2", "a32"))
     )
@@ -340,8 +332,7 @@ def test_operands_keep_bits_of_their_own(calibration, images, tmp_path):
     assert found["head"] == ("4-bit", "float")
     assert found["blocks.1.mlp.fc2"] == ("float", "4-bit")
     assert not any("pinned at 32" in reason for reason in result.refusals.values())
-    result.save(tmp_path / "model")
-    loaded = adalog.load(tmp_path / "model")
+    loaded = deserialise(serialise(result))
     assert loaded.config == result.config
     assert torch.equal(loaded(images), result(images))
 
@@ -418,7 +409,7 @@ def test_float_weights_are_those_of_the_model(calibration, tiny, images):
     assert all(row.right == "float" for row in result.ledger if row.role in ("linear", "conv"))
     assert all(row.left != "float" for row in result.ledger)
     finer = calibration.quantize(with_bits("w32a8"))
-    assert sqnr(finer(images), tiny(images)) > 20 + sqnr(result(images), tiny(images))
+    assert decibels(finer(images), tiny(images)) > 20 + decibels(result(images), tiny(images))
 
 
 @torch.no_grad()
@@ -535,24 +526,16 @@ def test_parameters_that_are_put_out_stay_what_they_are():
 @pytest.mark.parametrize("method", ["ptq4vit", "apq-vit"])
 def test_one_class_has_no_probabilities(method):
     torch.manual_seed(0)
-    model = Toy(
-        lambda m, x: m.fc(m.up(m.norm(x)).relu().mean(1)),
-        norm=nn.LayerNorm(8),
-        up=nn.Linear(8, 16),
-        fc=nn.Linear(16, 1),
-    )
+    parts = {"norm": nn.LayerNorm(8), "up": nn.Linear(8, 16), "fc": nn.Linear(16, 1)}
+    model = Toy(lambda m, x: m.fc(m.up(m.norm(x)).relu().mean(1)), **parts)
     quantized = adalog.quantize(model.eval(), TOKENS, tokens_config(method=method))
     assert decibels(quantized(TOKENS), model(TOKENS)) > 25
 
 
 def test_gradients_pass_a_batch_norm():
     torch.manual_seed(0)
-    model = Toy(
-        lambda m, x: m.fc(F.gelu(m.norm(m.up(x).transpose(1, 2)))),
-        up=nn.Linear(8, 6),
-        norm=nn.BatchNorm1d(6),
-        fc=nn.Linear(6, 3),
-    )
+    parts = {"up": nn.Linear(8, 6), "norm": nn.BatchNorm1d(6), "fc": nn.Linear(6, 3)}
+    model = Toy(lambda m, x: m.fc(F.gelu(m.norm(m.up(x).transpose(1, 2)))), **parts)
     adalog.quantize(model.eval(), TOKENS, tokens_config(method="ptq4vit"))
 
 
