@@ -253,96 +253,47 @@ def weights():
     return load_model("demo", pretrained=False, seed=7).module.state_dict()
 
 
-def save_safetensors(content, path):
-    save_file(content, path)
-
-
-@pytest.mark.parametrize(
-    ("name", "save", "wrap"),
-    [
-        ("w.safetensors", save_safetensors, lambda state: state),
-        ("renamed.bin", save_safetensors, lambda state: state),
-        ("w.pt", torch.save, lambda state: state),
-        ("w.pth", torch.save, lambda state: {"state_dict": state, "epoch": 3}),
-        ("w.pt", torch.save, lambda state: {"model": state, "optimizer": {"state": {}}}),
-        (
-            "w.pt",
-            torch.save,
-            lambda state: {"model_state_dict": {f"module.{key}": value for key, value in state.items()}},
-        ),
-        ("w.pt", torch.save, lambda state: {"model": {"state_dict": state}}),
-        ("w.pt", torch.save, lambda state: {**state, "epoch": 3}),
-        ("w.safetensors", save_safetensors, lambda state: {f"module.{key}": value for key, value in state.items()}),
-    ],
-)
-def test_checkpoints(tmp_path, weights, name, save, wrap):
-    save(wrap(weights), tmp_path / name)
-    found = load_model("demo", checkpoint=tmp_path / name).module.state_dict()
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[key], value) for key, value in weights.items())
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda state: prefixed(state, "_orig_mod."),
-        lambda state: prefixed(state, "module._orig_mod."),
-        lambda state: {"state_dict": prefixed(state, "model."), "epoch": 1, "callbacks": {"best": torch.ones(1)}},
-        lambda state: {"state_dict": {**prefixed(state, "net.vit."), "criterion.weight": torch.ones(10)}},
-        lambda state: prefixed(state, "backbone."),
-        lambda state: prefixed(state, "base_model.model."),
-        lambda state: {"model_ema": state},
-        lambda state: {"net": state, "acc": 0.9},
-        lambda state: {"checkpoint": {"weights": prefixed(state, "module.")}},
-        lambda state: {"model": state, "model_ema": {name: value + 1 for name, value in state.items()}},
-        lambda state: {"net": state, "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}}},
-        lambda state: {**state, "total_ops": torch.zeros(1), "blocks.0.total_params": torch.zeros(1)},
-        lambda state: {name: value.half().float() if value.ndim < 1 else value for name, value in state.items()},
-    ],
-)
-def test_checkpoints_of_other_tools(tmp_path, weights, wrap):
-    torch.save(wrap(weights), tmp_path / "w.pth")
-    loaded = load_model("demo", checkpoint=tmp_path / "w.pth").module.state_dict()
-    assert loaded.keys() == weights.keys()
-    assert all(torch.equal(loaded[key], value) for key, value in weights.items())
-
-
 def prefixed(state, prefix):
     return {prefix + name: value for name, value in state.items()}
 
 
 @pytest.mark.parametrize(
-    ("wrap", "told"),
+    ("name", "wrap"),
     [
-        (lambda state: {"student": state, "teacher": state}, "has weights of demo under student, teacher: save only"),
+        ("w.safetensors", lambda state: state),
+        ("renamed.bin", lambda state: state),
+        ("w.safetensors", lambda state: prefixed(state, "module.")),
+        ("w.pt", lambda state: state),
+        ("w.pth", lambda state: {"state_dict": state, "epoch": 3}),
+        ("w.pt", lambda state: {"model": state, "optimizer": {"state": {}}}),
+        ("w.pt", lambda state: {"model_state_dict": prefixed(state, "module.")}),
+        ("w.pt", lambda state: {"model": {"state_dict": state}}),
+        ("w.pt", lambda state: {**state, "epoch": 3}),
+        # of other tools
+        ("w.pth", lambda state: prefixed(state, "_orig_mod.")),
+        ("w.pth", lambda state: prefixed(state, "module._orig_mod.")),
         (
-            lambda state: prefixed(state, "a.") | prefixed(state, "b."),
-            "has weights of demo under a, b: save only those that you want to use",
+            "w.pth",
+            lambda state: {"state_dict": prefixed(state, "model."), "epoch": 1, "callbacks": {"best": torch.ones(1)}},
         ),
-        (
-            lambda state: {"model_ema": prefixed(dict(list(state.items())[1:]), "module.")},
-            "does not fit demo: missing pos_embed; use the weights of this model, or give the model of these",
-        ),
-        (
-            lambda state: {**state, "head.weight": (100 * state["head.weight"]).to(torch.int8)},
-            "codes of another tool head.weight of torch.int8 instead of torch.float32; use",
-        ),
-        (
-            lambda state: {**state, "head.weight": state["head.weight"].to(torch.int64)},
-            "codes of another tool head.weight of torch.int64",
-        ),
-        (lambda state: {**state, "head.bias": state["head.bias"] / 0}, "tensor head.bias contains"),
-        (
-            lambda state: {**state, "head.weight": -state["head.weight"].abs() / 0},
-            "head.weight contains infinite values",
-        ),
+        ("w.pth", lambda state: {"state_dict": {**prefixed(state, "net.vit."), "criterion.weight": torch.ones(10)}}),
+        ("w.pth", lambda state: prefixed(state, "backbone.")),
+        ("w.pth", lambda state: prefixed(state, "base_model.model.")),
+        ("w.pth", lambda state: {"model_ema": state}),
+        ("w.pth", lambda state: {"net": state, "acc": 0.9}),
+        ("w.pth", lambda state: {"checkpoint": {"weights": prefixed(state, "module.")}}),
+        ("w.pth", lambda state: {"model": state, "model_ema": {name: value + 1 for name, value in state.items()}}),
+        ("w.pth", lambda state: {"net": state, "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}}}),
+        ("w.pth", lambda state: {**state, "total_ops": torch.zeros(1), "blocks.0.total_params": torch.zeros(1)}),
+        ("w.pth", lambda state: {key: value if value.ndim else value.half().float() for key, value in state.items()}),
     ],
 )
-def test_checkpoints_of_other_tools_that_are_refused(tmp_path, weights, wrap, told):
-    torch.save(wrap(weights), tmp_path / "w.pth")
-    message = refused("demo", checkpoint=tmp_path / "w.pth")
-    assert told in message
-    assert message.startswith(str(tmp_path / "w.pth"))
+def test_checkpoints(tmp_path, weights, name, wrap):
+    save = torch.save if name.startswith("w.pt") else save_file
+    save(wrap(weights), tmp_path / name)
+    found = load_model("demo", checkpoint=tmp_path / name).module.state_dict()
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[key], value) for key, value in weights.items())
 
 
 def test_counters_of_batches_that_old_files_lack(tmp_path):
@@ -443,6 +394,11 @@ class Evil:
         return (os.mkdir, (str(self.marker),))
 
 
+def half_a_file(path, state):
+    torch.save(state, path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
@@ -451,6 +407,7 @@ class Evil:
         (lambda path, state: path.write_bytes(b""), "is neither safetensors nor a complete file of torch.save"),
         (lambda path, state: path.write_bytes(b"<html>" * 9), "is damaged, or contains more than tensors"),
         (lambda path, state: path.write_bytes(b"\x10\0\0\0\0\0\0\0{}"), "is not a complete safetensors file"),
+        (half_a_file, "is neither safetensors nor a complete file of torch.save"),
         (
             lambda path, state: torch.save(DemoViT(32, 1, 2), path),
             "contains adalog.inputs.demo.model.DemoViT, which adalog does not load",
@@ -458,20 +415,41 @@ class Evil:
         (lambda path, state: torch.save([1, 2], path), "contains no named tensors"),
         (lambda path, state: torch.save({"model": {"epoch": 1}}, path), "contains no named tensors"),
         (
+            lambda path, state: torch.save({"student": state, "teacher": state}, path),
+            "has weights of demo under student, teacher: save only",
+        ),
+        (
+            lambda path, state: torch.save(prefixed(state, "a.") | prefixed(state, "b."), path),
+            "has weights of demo under a, b: save only those that you want to use",
+        ),
+        (
+            lambda path, state: torch.save({"model_ema": prefixed(dict(list(state.items())[1:]), "module.")}, path),
+            "does not fit demo: missing pos_embed; use the weights of this model, or give the model of these",
+        ),
+        (
             lambda path, state: save_file({key: state[key] for key in list(state)[5:]}, path),
             "does not fit demo: missing pos_embed, patch_embed.conv1.weight, patch_embed.conv1.bias and 2 more; use",
         ),
-        (
-            lambda path, state: save_file({**state, "extra": torch.ones(1)}, path),
-            "does not fit demo: unexpected extra; use",
-        ),
+        (lambda path, state: save_file({**state, "extra": torch.ones(1)}, path), "demo: unexpected extra; use"),
         (
             lambda path, state: save_file({**state, "head.weight": torch.ones(5, 192)}, path),
             "does not fit demo: wrong shape head.weight [5, 192] instead of [10, 192]; use",
         ),
         (
+            lambda path, state: torch.save({**state, "head.weight": (100 * state["head.weight"]).to(torch.int8)}, path),
+            "codes of another tool head.weight of torch.int8 instead of torch.float32; use",
+        ),
+        (
+            lambda path, state: torch.save({**state, "head.weight": state["head.weight"].to(torch.int64)}, path),
+            "codes of another tool head.weight of torch.int64",
+        ),
+        (
             lambda path, state: save_file({**state, "head.bias": torch.full((10,), torch.nan)}, path),
             "tensor head.bias contains NaN",
+        ),
+        (
+            lambda path, state: torch.save({**state, "head.weight": -state["head.weight"].abs() / 0}, path),
+            "head.weight contains infinite values",
         ),
     ],
 )
@@ -483,26 +461,28 @@ def test_checkpoints_that_are_refused(tmp_path, weights, make, told):
     assert told in message
 
 
-def test_the_cache_of_torchvision_runs_no_code(tmp_path, monkeypatch):
+@pytest.fixture
+def cached_swin(tmp_path, monkeypatch):
+    """Where an empty cache of torchvision has the pretrained weights of its Swin-T."""
     from torchvision.models import Swin_T_Weights
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    file, marker = tmp_path / "hub" / "checkpoints" / Swin_T_Weights.DEFAULT.url.rpartition("/")[2], tmp_path / "ran"
+    file = tmp_path / "hub" / "checkpoints" / Swin_T_Weights.DEFAULT.url.rpartition("/")[2]
     file.parent.mkdir(parents=True)
-    torch.save({"state_dict": Evil(marker)}, file)
+    return file
+
+
+def test_the_cache_of_torchvision_runs_no_code(cached_swin, tmp_path):
+    marker = tmp_path / "ran"
+    torch.save({"state_dict": Evil(marker)}, cached_swin)
     assert "the pretrained weights of torchvision:swin_t cannot be loaded" in refused("torchvision:swin_t")
     assert not marker.exists()
 
 
 @pytest.mark.slow
-def test_torchvision_weights_of_the_cache(tmp_path, monkeypatch):
-    from torchvision.models import Swin_T_Weights
-
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+def test_torchvision_weights_of_the_cache(cached_swin):
     module = load_model("torchvision:swin_t", pretrained=False, seed=3).module
-    file = tmp_path / "hub" / "checkpoints" / Swin_T_Weights.DEFAULT.url.rpartition("/")[2]
-    file.parent.mkdir(parents=True)
-    torch.save(module.state_dict(), file)
+    torch.save(module.state_dict(), cached_swin)
     found = load_model("torchvision:swin_t").module.state_dict()
     assert all(torch.equal(found[name], value) for name, value in module.state_dict().items())
 
@@ -516,13 +496,6 @@ def test_a_pickle_runs_no_code(tmp_path, zipped):
         file.write_bytes(pickle.dumps(Evil(marker), protocol=2))
     assert "unpickling may run code" in refused("demo", checkpoint=file)
     assert not marker.exists()
-
-
-def test_half_a_file(tmp_path, weights):
-    file = tmp_path / "w.pt"
-    torch.save(weights, file)
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    assert "is neither safetensors nor a complete file of torch.save" in refused("demo", checkpoint=file)
 
 
 # --- strange checkpoints ---------------------------------------------------------------------------------------------
