@@ -14,7 +14,7 @@ from adalog.graph.canonical import UNFOLDED
 from adalog.graph.capture import capture
 from adalog.graph.operations import OPERATIONS, PRODUCTS
 from adalog.graph.program import ModelOutput
-from toys import IMAGES, SMALL_IMAGES, TOKENS, Attention, Toy, assert_same
+from toys import IMAGES, TOKENS, Attention, Toy, assert_same
 
 
 def ops(program):
@@ -139,11 +139,6 @@ def test_a_dataclass_that_torch_knows_keeps_its_names():
     assert torch.equal(rest["x"][0], IMAGES)
 
 
-def test_refuses_a_class_that_torch_does_not_know():
-    with pytest.raises(CaptureError, match="could not be exported"):
-        capture(Toy(lambda m, x: Unknown(x)), IMAGES)
-
-
 @dataclass
 class Unknown:
     """No pytree."""
@@ -192,19 +187,19 @@ def test_batch_norm_is_folded(bias, affine):
     assert not any("running" in name for name in program.tensors)
 
 
-@pytest.mark.parametrize("combine", [torch.add, lambda *both: both], ids=["read twice", "an output"])
-def test_batch_norm_stays_where_its_convolution_is_needed_too(combine):
-    def function(model, x):
-        x = model.conv(x)
-        return combine(model.norm(x), x)
-
-    assert "batch_norm" in ops(check(Toy(function, conv=nn.Conv2d(3, 8, 3), norm=nn.BatchNorm2d(8))))
-
-
-def test_batch_norm_by_the_images_at_hand_stays():
-    norm = nn.BatchNorm2d(8, track_running_stats=False)
-    program = capture(Toy(lambda m, x: m.norm(m.conv(x)), conv=nn.Conv2d(3, 8, 3), norm=norm).eval(), IMAGES)
-    assert "batch_norm" in ops(program)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: m.norm(m.conv(x)) + m.conv(x),
+        lambda m, x: (m.norm(m.conv(x)), m.conv(x)),
+        lambda m, x: m.of_these(m.conv(x)),
+        lambda m, x: F.batch_norm(m.conv(x), m.norm.running_mean * 2, m.norm.running_var.exp()),
+    ],
+    ids=["convolution read twice", "convolution an output", "statistics of these images", "statistics computed"],
+)
+def test_batch_norms_that_stay(function):
+    norms = {"norm": nn.BatchNorm2d(8), "of_these": nn.BatchNorm2d(8, track_running_stats=False)}
+    assert "batch_norm" in ops(check(Toy(function, conv=nn.Conv2d(3, 8, 3), **norms)))
 
 
 def test_convolution_used_twice_keeps_its_batch_norms():
@@ -468,14 +463,6 @@ def test_einsums_of_images_of_any_size():
         assert torch.allclose(program.run((images,)), model(images), rtol=1e-4, atol=1e-5)
 
 
-def test_batch_norms_with_computed_statistics_stay():
-    def function(self, x):
-        return F.batch_norm(self.conv(x), self.mean * 2, self.variance.exp())
-
-    parts = {"conv": nn.Conv2d(3, 4, 3), "mean": nn.Buffer(torch.randn(4)), "variance": nn.Buffer(torch.randn(4))}
-    assert "batch_norm" in ops(check(Toy(function, **parts)))
-
-
 @torch.no_grad()
 def test_a_kernel_that_is_put_out_is_not_folded():
     model = Toy(lambda m, x: (m.norm(m.conv(x)), m.conv.weight), conv=nn.Conv2d(3, 4, 2), norm=nn.BatchNorm2d(4)).eval()
@@ -558,11 +545,6 @@ def test_writes_through_views_that_turn(view, read_again):
         torch.testing.assert_close(one, other)
 
 
-def test_outputs_without_names_are_refused():
-    with pytest.raises(CaptureError, match=r"a dict with the keys \[0, 1\]: use strings as keys"):
-        capture(Toy(lambda m, x: {0: m.conv(x), 1: x}, conv=nn.Conv2d(3, 4, 3)).eval(), SMALL_IMAGES)
-
-
 def test_a_number_may_be_divided_by_whole_numbers():
     class Divided(nn.Module):
         def __init__(self):
@@ -602,40 +584,25 @@ def test_a_single_image_serves(tiny):
     assert_same(tiny, capture(tiny, IMAGES[:1]), IMAGES)
 
 
-def test_refuses_control_flow_on_data():
-    class Detector(nn.Module):
-        def forward(self, x):
-            return x + 1 if x.mean() > 0 else x - 1
-
-    with pytest.raises(
-        CaptureError, match=r"Detector could not be exported, because it decides by the values of tensors"
-    ):
-        capture(Detector(), IMAGES)
-
-
-def test_refuses_a_fixed_batch_size():
-    with pytest.raises(CaptureError, match="Toy turns the number of images into a fixed number at"):
-        capture(Toy(lambda m, x: x.view(2, -1)), IMAGES)
-
-
 @pytest.mark.parametrize(
-    ("function", "op"),
+    ("function", "told"),
     [
-        (lambda m, x: x.cumprod(0), "aten.cumprod.default"),
-        (lambda m, x: x + torch.rand(3, 32, 32), "aten.rand.default"),
-        (lambda m, x: torch.fft.fft2(x).real, "aten.fft_fft2.default"),
-        (lambda m, x: x.add(0).erfinv_(), "aten.erfinv.default"),
-        (lambda m, x: x.add(0).diagonal(0, 2, 3).add_(1), "aten.diagonal.default"),
+        (lambda m, x: x.cumprod(0), "Toy uses .*aten.cumprod.default.* cannot store or run"),
+        (lambda m, x: x + torch.rand(3, 32, 32), "Toy uses .*aten.rand.default.* cannot store or run"),
+        (lambda m, x: torch.fft.fft2(x).real, "Toy uses .*aten.fft_fft2.default.* cannot store or run"),
+        (lambda m, x: x.add(0).erfinv_(), "Toy uses .*aten.erfinv.default.* cannot store or run"),
+        (lambda m, x: x.add(0).diagonal(0, 2, 3).add_(1), "Toy uses .*aten.diagonal.default.* cannot store or run"),
+        (lambda m, x: x.add(0).unbind(1)[0].add_(1), r"Toy writes through getitem at .*: make a new tensor there"),
+        (lambda m, x: x.view(2, -1), "Toy turns the number of images into a fixed number at"),
+        (lambda m, x: x + 1 if x.mean() > 0 else x - 1, "Toy could not be exported, because it decides by the values"),
+        (lambda m, x: F.dropout(x, training=True), "behaves differently from call to call"),
+        (lambda m, x: Unknown(x), "could not be exported"),
+        (lambda m, x: {0: x * 2, 1: x}, r"a dict with the keys \[0, 1\]: use strings as keys"),
     ],
 )
-def test_refuses_operations_outside_the_whitelist(function, op):
-    with pytest.raises(CaptureError, match=f"Toy uses .*{op}.* cannot store or run"):
+def test_refuses_what_no_program_does(function, told):
+    with pytest.raises(CaptureError, match=told):
         capture(Toy(function), IMAGES)
-
-
-def test_refuses_a_write_through_parts():
-    with pytest.raises(CaptureError, match=r"Toy writes through getitem at .*: make a new tensor there"):
-        capture(Toy(lambda m, x: x.add(0).unbind(1)[0].add_(1)), IMAGES)
 
 
 def test_refuses_autocast():
@@ -651,11 +618,6 @@ def test_refuses_autocast():
 def test_refuses_images_that_are_not_numbers(tiny):
     with pytest.raises(CaptureError, match=r"DemoViT differs from the model by nan.*images may contain NaN"):
         capture(tiny, torch.full((2, 3, 32, 32), torch.nan))
-
-
-def test_refuses_a_model_that_is_random_from_call_to_call():
-    with pytest.raises(CaptureError, match="behaves differently from call to call"):
-        capture(Toy(lambda m, x: F.dropout(x, training=True)), IMAGES)
 
 
 def positions_by_masks(x, patch=8):

@@ -37,7 +37,7 @@ def other():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def outputs(tmp_path_factory):
     """A classifier of seven classes, 28 images with labels, and its artifact of three bits."""
     folder = tmp_path_factory.mktemp("folder")
     (folder / "own.py").write_text(CLASSIFIER)
@@ -62,9 +62,27 @@ def folder(tmp_path_factory):
         return folder, torch.tensor(found.labels), quantized(images), loaded.module(images)
 
 
-def test_evaluate_a_folder(folder, monkeypatch, capsys):
+@pytest.fixture(scope="module")
+def folder(outputs):
+    return outputs[0]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What `adalog.quantize` is given by the command, which then stops: its config, and its arguments by name."""
+    given = {}
+
+    def record(model, images, config, **named):
+        given.update(named, config=config)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(adalog, "quantize", record)
+    return given
+
+
+def test_evaluate_a_folder(outputs, monkeypatch, capsys):
     """By the preprocessing that the artifact holds."""
-    folder, labels, logits, _ = folder
+    folder, labels, logits, _ = outputs
     arguments = ["evaluate", folder / "out.safetensors", "--data", folder / "images"]
     told = json.loads(say(monkeypatch, capsys, *arguments, "--json", "-"))
     first, fifth = logits.argmax(1), logits.topk(5).indices
@@ -79,10 +97,10 @@ def test_evaluate_a_folder(folder, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_evaluate_in_integers(folder, monkeypatch, capsys, executor):
+def test_evaluate_in_integers(outputs, monkeypatch, capsys, executor):
     if executor == "native" and not library.levels():
         pytest.skip("installed without a compiler")
-    folder, labels, logits, _ = folder
+    folder, labels, logits, _ = outputs
     file = folder / "out.safetensors"
     arguments = ["evaluate", file, "--data", folder / "images", "--executor", executor]
     told = json.loads(say(monkeypatch, capsys, *arguments, "--json", "-"))
@@ -105,7 +123,6 @@ def test_native_has_threads_of_its_own(folder, monkeypatch, capsys):
 
     monkeypatch.setattr(QuantizedModel, "compile", compile_torch)
     monkeypatch.setattr("adalog.cli.evaluate.Contest", record)
-    folder = folder[0]
     arguments = ["evaluate", folder / "out.safetensors", "--data", folder / "images", "--executor", "native"]
     say(monkeypatch, capsys, *arguments, "--threads", 3, "--model", f"{folder / 'own.py'}:model")
     assert made == [("native", {"threads": 3})]
@@ -113,14 +130,13 @@ def test_native_has_threads_of_its_own(folder, monkeypatch, capsys):
 
 
 def test_an_executor_that_is_none(folder, monkeypatch, capsys):
-    folder = folder[0]
     arguments = ["evaluate", folder / "out.safetensors", "--data", folder / "images", "--executor", "quick"]
     told = f"error: executor = 'quick' is not one of {', '.join(EXECUTORS)}\n"
     assert call(monkeypatch, capsys, *arguments) == (2, told)
 
 
 def test_vectors(folder, monkeypatch, capsys, tmp_path):
-    file, images, out = folder[0] / "out.safetensors", folder[0] / "images", tmp_path / "new" / "vectors"
+    file, images, out = folder / "out.safetensors", folder / "images", tmp_path / "new" / "vectors"
     site = adalog.load(file).ledger[0].site
     arguments = ["vectors", file, "--site", site, "--data", images, "--images", 2, "--out", out]
     told = json.loads(say(monkeypatch, capsys, *arguments, "--json", "-"))
@@ -138,9 +154,9 @@ def test_vectors(folder, monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("file", ["out.safetensors", "bare.safetensors"])
-def test_evaluate_a_folder_beside_full_precision(folder, monkeypatch, capsys, file):
+def test_evaluate_a_folder_beside_full_precision(outputs, monkeypatch, capsys, file):
     """An artifact that holds no preprocessing takes the model's."""
-    folder, labels, logits, full = folder
+    folder, labels, logits, full = outputs
     arguments = ["evaluate", folder / file, "--data", folder / "images", "--model", f"{folder / 'own.py'}:model"]
     told = json.loads(say(monkeypatch, capsys, *arguments, "--threads", 1, "--json", "-"))
     assert told["agreement"] == (logits.argmax(1) == full.argmax(1)).double().mean().item()
@@ -154,8 +170,8 @@ def test_evaluate_a_folder_beside_full_precision(folder, monkeypatch, capsys, fi
     assert f"images correct only in full precision {told['lost']}, only quantized {told['gained']}: McNemar" in text
 
 
-def test_evaluate_features_by_their_nearest(folder, monkeypatch, capsys):
-    folder, labels, logits, full = folder
+def test_evaluate_features_by_their_nearest(outputs, monkeypatch, capsys):
+    folder, labels, logits, full = outputs
     known = torch.tensor(["known" in str(path) for path in find_images(folder / "images").paths])
     arguments = ["evaluate", folder / "out.safetensors", "--data", folder / "images"]
     arguments += ["--support", folder / "images" / "known", "--model", f"{folder / 'own.py'}:model", "--json", "-"]
@@ -173,7 +189,6 @@ def test_evaluate_features_by_their_nearest(folder, monkeypatch, capsys):
 
 
 def test_images_without_labels_are_compared(folder, monkeypatch, capsys):
-    folder = folder[0]
     flat = ["--data", folder / "images" / "known"]
     model = ["--model", f"{folder / 'own.py'}:model"]
     told = json.loads(say(monkeypatch, capsys, "evaluate", folder / "out.safetensors", *flat, *model, "--json", "-"))
@@ -209,11 +224,11 @@ def test_images_without_labels_are_compared(folder, monkeypatch, capsys):
     ],
 )
 def test_images_that_do_not_go_with_the_artifact(folder, monkeypatch, capsys, arguments, told):
-    monkeypatch.chdir(folder[0])
-    more, some = folder[0] / "more", folder[0] / "some"
+    monkeypatch.chdir(folder)
+    more, some = folder / "more", folder / "some"
     if not more.exists():
-        shutil.copytree(folder[0] / "images", some, ignore=shutil.ignore_patterns("*.csv"))
-        shutil.copytree(folder[0] / "images", more)
+        shutil.copytree(folder / "images", some, ignore=shutil.ignore_patterns("*.csv"))
+        shutil.copytree(folder / "images", more)
         (more / "labels.csv").write_text("file,label\nknown/0.png,0\nknown/2.png,7\nknown/4.png,1\n")
     assert told in refusal(monkeypatch, capsys, "evaluate", *arguments)
 
@@ -239,7 +254,6 @@ def record_reads(monkeypatch):
 
 
 def test_only_a_batch_of_images_is_read_at_a_time(folder, monkeypatch, capsys):
-    folder = folder[0]
     reads = record_reads(monkeypatch)
     say(monkeypatch, capsys, "evaluate", folder / "out.safetensors", "--data", folder / "images", "--threads", 1)
     assert [len(paths) for paths in reads] == [1, 20, 8]  # the first to see whether the model takes it
@@ -247,7 +261,6 @@ def test_only_a_batch_of_images_is_read_at_a_time(folder, monkeypatch, capsys):
 
 
 def test_only_images_that_calibrate_are_read(folder, tmp_path, monkeypatch, capsys):
-    folder = folder[0]
     reads = record_reads(monkeypatch)
     arguments = [f"{folder / 'own.py'}:model", "--data", folder / "images", "--images", 4, "--seed", 5]
     say(monkeypatch, capsys, "quantize", *arguments, "-o", tmp_path / "out")
@@ -258,7 +271,6 @@ def test_only_images_that_calibrate_are_read(folder, tmp_path, monkeypatch, caps
 
 def test_quantize_a_folder(folder, tmp_path, monkeypatch, capsys):
     """The same choices give the same file; a pattern and a checkpoint are heeded."""
-    folder = folder[0]
     save_file(zoo.load_model(f"{folder / 'own.py'}:model").module.state_dict(), tmp_path / "w.safetensors")
     arguments = ["quantize", f"{folder / 'own.py'}:model", "--data", folder / "images", "--images", 9, "--seed", 3]
     arguments += ["--bits", "w3a4", "--method", "log2", "--pin", "3=8", "--threads", 1]
@@ -280,7 +292,6 @@ def test_quantize_a_folder(folder, tmp_path, monkeypatch, capsys):
 
 
 def test_options_of_a_training(folder, tmp_path, monkeypatch, capsys):
-    folder = folder[0]
     arguments = ["quantize", f"{folder / 'own.py'}:model", "--data", folder / "images", "--images", 4]
     arguments += ["--method", "adalog++", "--reconstruct-images", 16, "--threads", 1, "-o", tmp_path / "a"]
     options = ["--reconstruct-steps", 3, "--reconstruct-batch", 2, "--json", "-"]
@@ -289,36 +300,23 @@ def test_options_of_a_training(folder, tmp_path, monkeypatch, capsys):
     assert (training["iterations"], training["batch"]) == (3, 2)
 
 
-def test_pins_are_kept_in_order(tmp_path, monkeypatch, capsys):
-    given = []
-
-    def record(model, images, config, **named):
-        given.append(json.loads(config.to_json())["pinned"])
-        raise ValueError("enough")
-
-    monkeypatch.setattr(adalog, "quantize", record)
+def test_pins_are_kept_in_order(asked, tmp_path, monkeypatch, capsys):
     call(monkeypatch, capsys, "quantize", "demo", "-o", tmp_path / "out", "--pin", "head=8", "--pin", "*.qk=32")
-    assert given == [[["head", 8], ["*.qk", 32]]]
+    assert asked["config"].pinned == (("head", 8), ("*.qk", 32))
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_what_is_left_of_an_earlier_run(tmp_path, monkeypatch, capsys, resume):
+def test_what_is_left_of_an_earlier_run(asked, tmp_path, monkeypatch, capsys, resume):
     """It is handed on to go on with, and never taken away unasked."""
-    partial, given = tmp_path / "out.safetensors.partial", {}
-
-    def record(*arguments, **named):
-        given.update(named)
-        raise ValueError("enough")
-
-    monkeypatch.setattr(adalog, "quantize", record)
+    partial = tmp_path / "out.safetensors.partial"
     partial.write_text("left")
     arguments = ["quantize", "demo", "--out", tmp_path / "out.safetensors", *["--resume"] * resume]
     code, message = call(monkeypatch, capsys, *arguments)
     if resume:
-        assert (code, message, given["partial"]) == (2, "error: enough\n", partial)
+        assert (code, message, asked["partial"]) == (2, "error: enough\n", partial)
     else:
         told = f"error: {partial} holds results of an unfinished run: continue it with --resume, or remove the file\n"
-        assert (code, message, given) == (2, told, {})
+        assert (code, message, asked) == (2, told, {})
     assert partial.read_text() == "left"
 
 
@@ -333,16 +331,9 @@ def test_what_is_left_of_an_earlier_run(tmp_path, monkeypatch, capsys, resume):
         pytest.param("7 MB", 7_000_000, marks=pytest.mark.slow),
     ],
 )
-def test_a_size_of_memory(monkeypatch, capsys, tmp_path, text, size):
-    given = {}
-
-    def record(*arguments, **named):
-        given.update(named)
-        raise ValueError("enough")
-
-    monkeypatch.setattr(adalog, "quantize", record)
+def test_a_size_of_memory(asked, monkeypatch, capsys, tmp_path, text, size):
     code, _ = call(monkeypatch, capsys, "quantize", "demo", "--memory", text, "--out", tmp_path / "out")
-    assert (code, given["memory"]) == (2, size)
+    assert (code, asked["memory"]) == (2, size)
 
 
 @pytest.mark.parametrize("text", ["", "much", "-1GB", "2 gb", "1e9", "2GBs", "GiB", "1..5GB", "٣GB", "9" * 400])
@@ -361,14 +352,13 @@ def test_too_little_memory(monkeypatch, capsys, tmp_path):
 
 def test_a_name_that_is_no_text(folder, tmp_path, monkeypatch, capsys):
     """It is written, and told as it can be."""
-    folder, out = folder[0], tmp_path / "out\udcff"
+    out = tmp_path / "out\udcff"
     arguments = [f"{folder / 'own.py'}:model", "--data", folder / "images", "--images", 4, "--method", "uniform"]
     text = say(monkeypatch, capsys, "quantize", *arguments, "-o", out)
     assert f"{tmp_path}/out\\udcff: {out.stat().st_size:,} bytes, in " in text
 
 
 def test_cost_of_a_model_and_of_its_artifact(folder, monkeypatch, capsys):
-    folder = folder[0]
     for target, bits in ((f"{folder / 'own.py'}:model", 32), (folder / "out.safetensors", 3)):
         told = json.loads(say(monkeypatch, capsys, "cost", target, "--json", "-"))
         assert (told["inputs"], told["macs"]) == ([[3, 8, 8]], 192 * 16 + 16 * 7)
