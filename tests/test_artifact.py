@@ -25,6 +25,7 @@ from adalog.quantized import QuantizedProgram
 from adalog.quantizers import LogQuantizer, QuantizedTensor, UniformQuantizer
 from commands import call
 from stored import deserialise, rebuilt, refused, serialise
+from toys import Toy
 
 # --- round trip ------------------------------------------------------------------------------------------------------
 
@@ -169,17 +170,12 @@ def test_codes_take_their_bits_and_parts_sum_to_the_file(quantized, content):
 
 
 def test_output_structures_are_stored(images, fast):
-    class Outputs(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = torch.nn.Linear(32, 4)
-
-        def forward(self, x):
-            x = self.fc(x)
-            return {"first": x, "rest": [(x + 1, x * 2), x.amax((1, 2))]}
+    def structured(m, x):
+        x = m.fc(x)
+        return {"first": x, "rest": [(x + 1, x * 2), x.amax((1, 2))]}
 
     torch.manual_seed(0)
-    model = Calibration(Outputs(), images).quantize(fast)
+    model = Calibration(Toy(structured, fc=torch.nn.Linear(32, 4)), images).quantize(fast)
     expected, actual = model(images), deserialise(serialise(model))(images)
     assert torch.equal(actual["first"], expected["first"])
     assert isinstance(actual["rest"][0], tuple)

@@ -17,6 +17,7 @@ from adalog.graph.operations import FLOAT_PRODUCTS, OPERATIONS, PRODUCTS
 from adalog.quantizers import LogQuantizer
 from adalog.study.cost import _MULTIPLICATIONS, _REDUCING, PRODUCT_ROLES, Cost, CostRow, cost
 from stored import serialise
+from toys import Toy
 from zoo import IMAGES, NAMES, captured
 
 TINY = [(3, 32, 32)]  # the input of DemoViT
@@ -330,15 +331,10 @@ def test_a_depthwise_convolution_quantized(fast):
 
 
 def test_a_weight_that_serves_twice_is_stored_once():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(6, 6)
+    def twice(m, x):
+        return m.layer(torch.relu(m.layer(x)))
 
-        def forward(self, x):
-            return self.layer(torch.relu(self.layer(x)))
-
-    found = cost(capture(Twice(), torch.randn(2, 5, 6)), [(5, 6)])
+    found = cost(capture(Toy(twice, layer=nn.Linear(6, 6)), torch.randn(2, 5, 6)), [(5, 6)])
     assert counts(found, "linear") == [5 * 36, 5 * 36]
     assert [row.weight_bytes for row in found.products] == [4 * 36, 0]
     assert found.size_bytes["float"] == 4 * (36 + 6)

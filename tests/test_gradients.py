@@ -25,19 +25,15 @@ from strategies import normal
 from toys import Toy
 
 
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 4)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x))) * 3
+def tanh_network(m, x):
+    return m.second(torch.tanh(m.first(x))) * 3
 
 
 @pytest.fixture(scope="module")
 def network():
     torch.manual_seed(0)
-    model, images = Network().double().eval(), normal(2 * BATCH + 3, 3)
+    parts = {"first": nn.Linear(3, 5), "second": nn.Linear(5, 4)}
+    model, images = Toy(tanh_network, **parts).double().eval(), normal(2 * BATCH + 3, 3)
     program = capture(model, (images,))
     names = {site.name: site.node.name for site in find_sites(program)}
     return model, images, program, names
@@ -162,17 +158,12 @@ def test_other_outputs_have_plain_probes(probe):
         assert all(set(value.flatten().tolist()) == {-1.0, 1.0} for value in drawn)
 
 
-class Chosen(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.unused = nn.Linear(3, 4), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.used(x), self.unused(x).argmax(-1)
+def chosen(m, x):
+    return m.used(x), m.unused(x).argmax(-1)
 
 
 def test_what_no_gradient_reaches_has_ones():
-    program = capture(Chosen().eval(), (torch.randn(5, 3),))
+    program = capture(Toy(chosen, used=nn.Linear(3, 4), unused=nn.Linear(3, 2)).eval(), (torch.randn(5, 3),))
     names = {site.name: site.node.name for site in find_sites(program)}
     probes = [hessian_probe(torch.Generator())]
     found = squared_gradients(program, (torch.randn(5, 3),), names.values(), probes)
@@ -208,17 +199,12 @@ def test_images_may_lie_along_any_dimension(within):
     torch.testing.assert_close(found[names["second"]], scaled(gradient.square().expand(5, -1, -1)))
 
 
-class Answer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-
-    def forward(self, x):
-        return self.linear(x).argmax(-1)
+def answer(m, x):
+    return m.linear(x).argmax(-1)
 
 
 def test_a_model_without_gradients_is_refused():
-    program = capture(Answer().eval(), (torch.randn(2, 3),))
+    program = capture(Toy(answer, linear=nn.Linear(3, 4)).eval(), (torch.randn(2, 3),))
     with pytest.raises(CalibrationError, match="the model has no differentiable output"):
         squared_gradients(program, (torch.randn(2, 3),), [], [hessian_probe(torch.Generator())])
 

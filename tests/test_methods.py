@@ -19,7 +19,7 @@ from adalog.errors import ArtifactError
 from adalog.quantizers import FLOAT_BITS, UniformFormat
 from adalog.search.operand import Operand
 from adalog.search.product import Product
-from toys import SMALL_IMAGES, Unbound
+from toys import SMALL_IMAGES, Toy, Unbound
 
 # --- whole models ----------------------------------------------------------------------------------------------------
 
@@ -48,7 +48,9 @@ def calibrations():
 @pytest.fixture(scope="module")
 def convolutional():
     torch.manual_seed(0)
-    return Calibration(Convolutional().eval(), torch.randn(4, 3, 16, 16))
+    parts = {"stem": nn.Conv2d(3, 8, 3, 2, 1), "grouped": nn.Conv2d(8, 12, 3, 1, 1, groups=4)}
+    parts |= {"depthwise": nn.Conv2d(12, 12, 3, 2, 1, groups=12), "head": nn.Linear(12, 5)}
+    return Calibration(Toy(gelu_convolutions, **parts).eval(), torch.randn(4, 3, 16, 16))
 
 
 RIVALS = ("minmax", "percentile", "easyquant", "fq-vit", "ptq4vit", "apq-vit", "repq-vit", "evol-q")
@@ -104,17 +106,10 @@ def test_every_width_is_quantized(one_block, bits, method):
     assert deserialise(serialise(model.quantized)).config == config
 
 
-class Convolutional(nn.Module):
+def gelu_convolutions(m, x):
     """A padded, strided, grouped convolution after a GELU, and a depthwise one."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.grouped = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 12, 3, 1, 1, groups=4)
-        self.depthwise, self.head = nn.Conv2d(12, 12, 3, 2, 1, groups=12), nn.Linear(12, 5)
-
-    def forward(self, x):
-        x = self.depthwise(torch.nn.functional.silu(self.grouped(gelu(self.stem(x)))))
-        return self.head(x.mean((2, 3)))
+    x = m.depthwise(torch.nn.functional.silu(m.grouped(gelu(m.stem(x)))))
+    return m.head(x.mean((2, 3)))
 
 
 @pytest.mark.slow
@@ -180,20 +175,16 @@ def test_released_zero_points_are_refused_by_files(calibrations, tmp_path):
 # --- seen in order ---------------------------------------------------------------------------------------------------
 
 
-class Chain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.a, self.b, self.c = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def forward(self, x):
-        y = self.a(self.norm(x))
-        return self.b(y) + self.c(y)
+def chain(m, x):
+    y = m.a(m.norm(x))
+    return m.b(y) + m.c(y)
 
 
 def test_operands_are_seen_behind_what_is_quantized():
     """RepQ-ViT: a channel's own quantizers first, then weights; what follows sees their output."""
     torch.manual_seed(1)
-    model, x = Chain().eval(), torch.randn(200, 6)
+    parts = {"norm": nn.LayerNorm(6), "a": nn.Linear(6, 8), "b": nn.Linear(8, 4), "c": nn.Linear(8, 4)}
+    model, x = Toy(chain, **parts).eval(), torch.randn(200, 6)
     nn.init.normal_(model.norm.weight)
     search = RangeSearch((0.99, 0.9), share="mean", in_order=True)
     config = replace(brief("repq-vit"), images=200, fold_head=True, search=search)

@@ -121,28 +121,22 @@ def quantized_once(fast):
     return quantize
 
 
-class Block(nn.Module):
+def transformer_block(m, x):
     """What vision transformers put around their products: scales of layers, quick GELU, separate q, k and v."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.q, self.k, self.v = nn.LayerNorm(24), nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 24)
-        self.proj, self.up, self.down = nn.Linear(24, 24), nn.Linear(24, 50), nn.Linear(50, 24)
-        self.gamma = nn.Parameter(torch.linspace(0.5, 1.5, 24))
-        self.bias = nn.Parameter(torch.randn(2, 7, 7))
-
-    def forward(self, x):
-        y = self.norm(x)
-        q, k, v = (each(y).unflatten(-1, (2, 12)).transpose(1, 2) for each in (self.q, self.k, self.v))
-        a = ((q @ k.transpose(-1, -2)) / 3.5 + self.bias).softmax(-1)
-        x = x + self.gamma * self.proj((a @ v).transpose(1, 2).flatten(2))
-        y = self.up(x)
-        return x + self.down(y * torch.sigmoid(1.702 * y))
+    y = m.norm(x)
+    q, k, v = (each(y).unflatten(-1, (2, 12)).transpose(1, 2) for each in (m.q, m.k, m.v))
+    a = ((q @ k.transpose(-1, -2)) / 3.5 + m.bias).softmax(-1)
+    x = x + m.gamma * m.proj((a @ v).transpose(1, 2).flatten(2))
+    y = m.up(x)
+    return x + m.down(y * torch.sigmoid(1.702 * y))
 
 
 def block():
     x = torch.randn(6, 7, 24)
-    return Block(), x
+    parts = {"norm": nn.LayerNorm(24), **{name: nn.Linear(24, 24) for name in ("q", "k", "v", "proj")}}
+    parts |= {"up": nn.Linear(24, 50), "down": nn.Linear(50, 24), "bias": nn.Parameter(torch.randn(2, 7, 7))}
+    parts |= {"gamma": nn.Parameter(torch.linspace(0.5, 1.5, 24))}
+    return Toy(transformer_block, **parts), x
 
 
 @every_level
@@ -157,24 +151,18 @@ def test_what_is_done_in_one_step(level, quantized_once):
     assert close(compiled(x), model.compile("torch")(x)) < 1e-5
 
 
-class Normalised(nn.Module):
+def normalised_heads(m, x):
     """Queries and keys that stay float and have a quantizer a head, and two products that are added."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.one, self.other = nn.Linear(24, 72), nn.Linear(24, 24), nn.Linear(24, 24)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 12)).permute(2, 0, 3, 1, 4)
-        q, k = nn.functional.normalize(q, dim=-1), nn.functional.normalize(k, dim=-1)
-        y = ((q @ k.transpose(-1, -2)) * 5).softmax(-1) @ v
-        y = y.transpose(1, 2).flatten(2)
-        return self.one(y) + self.other(y)
+    q, k, v = m.qkv(x).unflatten(-1, (3, 2, 12)).permute(2, 0, 3, 1, 4)
+    q, k = nn.functional.normalize(q, dim=-1), nn.functional.normalize(k, dim=-1)
+    y = ((q @ k.transpose(-1, -2)) * 5).softmax(-1) @ v
+    y = y.transpose(1, 2).flatten(2)
+    return m.one(y) + m.other(y)
 
 
 def normalised():
     x = torch.randn(6, 7, 24)
-    return Normalised(), x
+    return Toy(normalised_heads, qkv=nn.Linear(24, 72), one=nn.Linear(24, 24), other=nn.Linear(24, 24)), x
 
 
 @every_level
@@ -270,29 +258,19 @@ def test_moves_of_rows_cost_nothing_and_change_nothing(level, batch, padded, mon
     assert torch.equal(found, compiled(x[:batch]))
 
 
-class Merging(nn.Module):
+def merged_rows(m, x):
     """Rows that are cut and put together by fours, and rolled; a norm that is added to what it is of; two outputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm, self.merged, self.down = (
-            nn.Linear(6, 8),
-            nn.LayerNorm(8),
-            nn.LayerNorm(32),
-            nn.Linear(32, 8),
-        )
-
-    def forward(self, x):
-        x = self.up(x)
-        x = x + self.norm(x).roll(1, 1)
-        y = torch.cat([x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)], -1)
-        z = self.down(self.merged(y))
-        return z.flip(1)[:, 1:], z.roll(2, 2)
+    x = m.up(x)
+    x = x + m.norm(x).roll(1, 1)
+    y = torch.cat([x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)], -1)
+    z = m.down(m.merged(y))
+    return z.flip(1)[:, 1:], z.roll(2, 2)
 
 
 def merging():
     x = torch.randn(5, 6, 4, 6)
-    return Merging(), x
+    parts = {"up": nn.Linear(6, 8), "norm": nn.LayerNorm(8), "merged": nn.LayerNorm(32), "down": nn.Linear(32, 8)}
+    return Toy(merged_rows, **parts), x
 
 
 @every_level
@@ -396,33 +374,16 @@ def test_memory_stays_as_it_is(quantized, images):
     assert resident() - before < 2**22
 
 
-class Linearised(nn.Module):
+def linear_attention(m, x):
     """Attention without softmax: values are summed by keys first, so that a left operand lies across."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(24, 72)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 12)).permute(2, 0, 3, 1, 4)
-        return (q.relu() @ (k.relu().transpose(-1, -2) @ v)).mean(1)
+    q, k, v = m.qkv(x).unflatten(-1, (3, 2, 12)).permute(2, 0, 3, 1, 4)
+    return (q.relu() @ (k.relu().transpose(-1, -2) @ v)).mean(1)
 
 
-class Inverted(nn.Module):
+def inverted_bottleneck(m, x):
     """A block of a mobile network, with a padded offset in front: convolutions of all channels and of each alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.next = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 12, 3, 2, 1)
-        self.up, self.each, self.down = (
-            nn.Conv2d(12, 24, 1),
-            nn.Conv2d(24, 24, 3, 1, 1, groups=24),
-            nn.Conv2d(24, 12, 1),
-        )
-
-    def forward(self, x):
-        x = self.next(F.gelu(self.stem(x)))
-        return F.silu(self.down(F.gelu(self.each(F.gelu(self.up(x))))) + x).mean((2, 3))
+    x = m.next(F.gelu(m.stem(x)))
+    return F.silu(m.down(F.gelu(m.each(F.gelu(m.up(x))))) + x).mean((2, 3))
 
 
 class Bare(nn.Module):
@@ -441,11 +402,14 @@ class Bare(nn.Module):
 
 def other(kind):
     if kind == "convolutions":
-        return Inverted(), torch.randn(6, 3, 16, 16)
+        parts = {"stem": nn.Conv2d(3, 8, 3, 2, 1), "next": nn.Conv2d(8, 12, 3, 2, 1), "up": nn.Conv2d(12, 24, 1)}
+        parts |= {"each": nn.Conv2d(24, 24, 3, 1, 1, groups=24), "down": nn.Conv2d(24, 12, 1)}
+        return Toy(inverted_bottleneck, **parts), torch.randn(6, 3, 16, 16)
     if kind in ("one column", "shared keys"):
         return Bare(kind == "shared keys"), torch.randn(6, *((3, 7) if kind == "shared keys" else (1,)), 24)
-    model = Linearised() if kind == "linear attention" else Masked(torch.zeros(1, 1).bool())
-    return model, torch.randn(6, 1 if kind == "one token" else 7, 24)
+    if kind == "linear attention":
+        return Toy(linear_attention, qkv=nn.Linear(24, 72)), torch.randn(6, 7, 24)
+    return Masked(torch.zeros(1, 1).bool()), torch.randn(6, 1, 24)
 
 
 @every_level

@@ -12,7 +12,7 @@ from adalog.runtime.native.products import ByteEncoder
 from adalog.runtime.native.recognise import recognise
 from adalog.runtime.native.steps import AliasStep, AttentionStep, LinearStep, MatmulStep, NormStep, TorchStep
 from adalog.runtime.native.tables import Codes, Lookup
-from test_native import Block, Masked, Merging
+from test_native import Masked, block, merging
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def made(fast, make, *shape):
 
 
 def test_scales_of_layers_and_relative_biases(fast):
-    steps = working(recognised(*made(fast, Block, 6, 7, 24)))
+    steps = working(recognised(*made(fast, lambda: block()[0], 6, 7, 24)))
     assert [told(each) for each in steps] == [
         "Norm codes",
         *["Linear codes"] * 3,
@@ -107,7 +107,7 @@ def test_scales_of_layers_and_relative_biases(fast):
 
 
 def test_moves_of_rows(fast):
-    steps = working(recognised(*made(fast, Merging, 5, 6, 4, 6)))
+    steps = working(recognised(*made(fast, lambda: merging()[0], 5, 6, 4, 6)))
     assert [told(each) for each in steps] == [
         "Encode",
         "Linear",

@@ -391,21 +391,16 @@ def test_a_memory_changes_nothing_but_rounding(pool, searched):
     assert (one.right.codes != other.right.codes).double().mean() < 0.02
 
 
-class TwoHeads(nn.Module):
+def two_heads(m, x):
     """A trunk with two heads, the second of which leads to the last operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk, self.one, self.two = nn.Linear(12, 8), nn.Linear(8, 3), nn.Linear(8, 2)
-
-    def forward(self, x):
-        x = self.trunk(x.flatten(1)).relu()
-        return self.one(x.tanh()), self.two(x).sigmoid()
+    x = m.trunk(x.flatten(1)).relu()
+    return m.one(x.tanh()), m.two(x).sigmoid()
 
 
 def test_what_leads_to_no_blocks_output_or_to_others_as_well_stays_as_it_is(pool):
     torch.manual_seed(0)
-    calibration = Calibration(TwoHeads().eval(), pool[:8, :, :2, :2].contiguous())
+    parts = {"trunk": nn.Linear(12, 8), "one": nn.Linear(8, 3), "two": nn.Linear(8, 2)}
+    calibration = Calibration(Toy(two_heads, **parts).eval(), pool[:8, :, :2, :2].contiguous())
     before = calibration.assign(replace(LOW, fold_rows=1))
     after = reconstruct(calibration.program, calibration.images, before, replace(STAGE, images=8, rate=0.5))
     same = {group.name: one is other for (group, one), (_, other) in zip(before, after, strict=True)}
@@ -643,19 +638,12 @@ def test_the_sqnr_of_a_weight_is_about_the_mean_of_each_channel(pool, searched):
         assert found.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-3), group.name
 
 
-class Again(nn.Module):
+def again(m, x):
     """Two residual blocks that share a layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.shared, self.head = nn.Linear(12, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-        self.own = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-
-    def forward(self, x):
-        x = self.embed(x.flatten(1))
-        for own in self.own:
-            x = x + own(self.shared(x).softmax(-1))
-        return self.head(x)
+    x = m.embed(x.flatten(1))
+    for own in m.own:
+        x = x + own(m.shared(x).softmax(-1))
+    return m.head(x)
 
 
 def test_a_block_is_judged_with_all_that_is_quantized_in_it(pool, monkeypatch):
@@ -672,7 +660,9 @@ def test_a_block_is_judged_with_all_that_is_quantized_in_it(pool, monkeypatch):
             return self._assigned
 
     monkeypatch.setattr("adalog.calibration.reconstruct.BlockInTraining", Told)
-    calibration = Calibration(Again().double().eval(), images[:8])
+    parts = {"embed": nn.Linear(12, 8), "shared": nn.Linear(8, 8)}
+    parts |= {"head": nn.Linear(8, 4), "own": nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])}
+    calibration = Calibration(Toy(again, **parts).double().eval(), images[:8])
     before = calibration.assign(LOW)
     reconstruct(calibration.program, [images], before, replace(STAGE, images=16))
     programs = calibration.program, rewrite(calibration.program, before)
@@ -786,23 +776,17 @@ def test_a_whole_model_is_judged_by_its_loss_before_and_after(pool, tiniest_sear
     assert losses[1] < losses[0]
 
 
-class Outputs(nn.Module):
+def two_outputs(m, x):
     """A trunk with two heads."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(12, 8), nn.Linear(8, 8)
-        self.one, self.two = nn.Linear(8, 3), nn.Linear(8, 2)
-
-    def forward(self, x):
-        x = self.second(self.first(x.flatten(1)).relu()).relu()
-        return {"one": self.one(x), "two": self.two(x)}
+    x = m.second(m.first(x.flatten(1)).relu()).relu()
+    return {"one": m.one(x), "two": m.two(x)}
 
 
 def test_heads_of_a_model_with_several_outputs_are_a_block_of_their_own(pool):
     torch.manual_seed(0)
     images = pool[:8, :, :2, :2].contiguous()
-    net = Outputs().eval()
+    parts = {"first": nn.Linear(12, 8), "second": nn.Linear(8, 8), "one": nn.Linear(8, 3), "two": nn.Linear(8, 2)}
+    net = Toy(two_outputs, **parts).eval()
     trunk, heads = find_spans(capture(net, (images,)))
     assert (trunk.value_in, heads.value_in) == ("x", trunk.value_out)
     assert len([name for name in trunk.nodes if "linear" in name]) == 2
@@ -813,26 +797,21 @@ def test_heads_of_a_model_with_several_outputs_are_a_block_of_their_own(pool):
     assert same == {"first": False, "second": False, "one": True}  # one head's output alone would judge both
 
 
-class Scales(nn.Module):
+def scales(m, x):
     """A stream that is put out in between as well, as a backbone does."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
-        self.norms = nn.ModuleList(nn.LayerNorm(12) for _ in range(3))
-
-    def forward(self, x):
-        x, found = x.flatten(1), []
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = x + layer(x).relu()
-            found.append(norm(x))
-        return tuple(found)
+    x, found = x.flatten(1), []
+    for layer, norm in zip(m.layers, m.norms, strict=True):
+        x = x + layer(x).relu()
+        found.append(norm(x))
+    return tuple(found)
 
 
 def test_a_block_ends_where_an_output_leaves_the_stream(pool):
     """So no output is made worse for the sake of a later one without being judged."""
     images = pool[:8, :, :2, :2].contiguous()
-    program = capture(Scales().eval(), (images,))
+    parts = {"layers": nn.ModuleList(nn.Linear(12, 12) for _ in range(3))}
+    parts |= {"norms": nn.ModuleList(nn.LayerNorm(12) for _ in range(3))}
+    program = capture(Toy(scales, **parts).eval(), (images,))
     made = {node.name: node.op for node in program.nodes}
     blocks = find_spans(program)
     assert [made[block.value_out] for block in blocks[:3]] == ["aten.add.Tensor"] * 3

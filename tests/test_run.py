@@ -16,7 +16,7 @@ from adalog.export import to_pack
 from adalog.graph.program import ModelOutput, Ref
 from commands import run_alone
 from stored import first, rebuilt, setting
-from test_native import Inverted, Masked
+from test_native import Masked, other
 
 pytestmark = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
 
@@ -82,8 +82,8 @@ def replaced(value, **changes):
 def test_a_mobile_network_has_a_pack(fast, tmp_path):
     """Convolutions of all kinds with activations run without PyTorch, with the bits of `native`."""
     torch.manual_seed(0)
-    x = torch.randn(5, 3, 16, 16)
-    quantized = Calibration(Inverted().eval(), x).quantize(fast)
+    model, x = other("convolutions")
+    quantized = Calibration(model.eval(), x).quantize(fast)
     compiled = quantized.compile("native")
     assert np.array_equal(adalog.run.load(packed(quantized, tmp_path, 2))(x.numpy()), compiled(x).numpy())
     found, wanted = compiled.trace("each", x), quantized.compile("reference").trace("each", x)

@@ -21,6 +21,7 @@ from adalog.runtime.integer import memory
 from adalog.runtime.vectors import vectors
 from stored import deserialise, serialise
 from strategies import normal
+from toys import Toy
 from whole_numbers import EXECUTORS, PORTABLE, convolved, model_of
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -262,19 +263,14 @@ def test_vectors_are_what_they_say(quantized, images, name, tmp_path):
     assert np.allclose(output, arrays["output"], rtol=1e-5, atol=1e-5)
 
 
-class Tabled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(3, 32, 5))
-
-    def forward(self, x):
-        return x @ self.table
+def tabled(m, x):
+    return x @ m.table
 
 
 def test_a_stored_table_on_the_right(fast):
     """A product with a stored operand of several matrices, quantized as it runs."""
     torch.manual_seed(0)
-    net = Tabled()
+    net = Toy(tabled, table=nn.Parameter(torch.randn(3, 32, 5)))
     x = torch.randn(4, 3, 7, 32, generator=torch.Generator().manual_seed(1))
     model = Calibration(net.eval(), x).quantize(fast)
     fake = model(x)
@@ -285,23 +281,17 @@ def test_a_stored_table_on_the_right(fast):
         assert torch.allclose(found(x), fake, rtol=1e-4, atol=1e-5)
 
 
-class ReadsItsAttention(nn.Module):
+def reads_its_attention(m, x):
     """A linear of the attention itself, where others multiply it by values."""
-
-    def __init__(self):
-        super().__init__()
-        self.qk = nn.Linear(6, 12)
-        self.fc = nn.Linear(5, 3)
-
-    def forward(self, x):
-        q, k = self.qk(x).chunk(2, -1)
-        return self.fc((q @ k.transpose(-1, -2)).softmax(-1))
+    q, k = m.qk(x).chunk(2, -1)
+    return m.fc((q @ k.transpose(-1, -2)).softmax(-1))
 
 
 def test_a_linear_of_the_attention_and_inputs_with_gradients():
     torch.manual_seed(0)
     images = torch.randn(8, 5, 6)
-    quantized = Calibration(ReadsItsAttention().eval(), images).quantize(Config(images=8))
+    parts = {"qk": nn.Linear(6, 12), "fc": nn.Linear(5, 3)}
+    quantized = Calibration(Toy(reads_its_attention, **parts).eval(), images).quantize(Config(images=8))
     expected = quantized(images)
     for executor in ("reference", "torch"):
         found = quantized.compile(executor)(images.clone().requires_grad_())
@@ -408,17 +398,12 @@ def test_scores_that_serve_several_values(queries, values, bias):
 
 @needs_kernels
 def test_a_first_call_in_inference_mode_ties_no_later_one_to_it():
-    class Squashed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.last = nn.Linear(8, 4)
-
-        def forward(self, x):
-            return self.last(torch.tanh(x) * x)
+    def squashed(m, x):
+        return m.last(torch.tanh(x) * x)
 
     torch.manual_seed(0)
     config = replace(Config.preset("w4a4"), images=4, search=QUICK)
-    quantized = adalog.quantize(Squashed().eval(), normal(4, 8, seed=1).float(), config)
+    quantized = adalog.quantize(Toy(squashed, last=nn.Linear(8, 4)).eval(), normal(4, 8, seed=1).float(), config)
     x = normal(2, 8, seed=2).float()
     compiled = quantized.compile("native")
     with torch.inference_mode():

@@ -304,21 +304,16 @@ def test_a_file_that_is_not_there(tmp_path):
         Sensitivity.from_json([])
 
 
-class Twice(nn.Module):
+def twice(m, x):
     """A layer that is called twice, and a weight that two layers share."""
-
-    def __init__(self):
-        super().__init__()
-        self.shared, self.head, self.other = nn.Linear(8, 8), nn.Linear(8, 3), nn.Parameter(torch.zeros(8))
-
-    def forward(self, x):
-        x = self.shared(self.shared(x.flatten(1)).relu()).relu()
-        return self.head(nn.functional.linear(x, self.shared.weight, self.other))
+    x = m.shared(m.shared(x.flatten(1)).relu()).relu()
+    return m.head(nn.functional.linear(x, m.shared.weight, m.other))
 
 
 def test_a_report_takes_the_file_of_layers_that_are_called_again(tmp_path):
     images = torch.randn(8, 2, 2, 2, generator=torch.Generator().manual_seed(0))
-    calibration, config = Calibration(Twice().eval(), images[:4]), Config.preset("w4a4", "minmax")
+    parts = {"shared": nn.Linear(8, 8), "head": nn.Linear(8, 3), "other": nn.Parameter(torch.zeros(8))}
+    calibration, config = Calibration(Toy(twice, **parts).eval(), images[:4]), Config.preset("w4a4", "minmax")
     found = sensitivity(calibration, config, [images[4:]], widths=(4,))
     path = tmp_path / "losses.json"
     path.write_text(json.dumps(found.to_json()))

@@ -497,17 +497,12 @@ def test_queries_keys_and_values_of_one_linear_are_three_parts():
         assert set(parts[name].tolist()) == {0}
 
 
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.both, self.out = nn.Linear(6, 8), nn.Linear(4, 3)
-
-    def forward(self, x):
-        parts = self.both(x).reshape(-1, 4, 2)
-        return self.out(parts[..., 0] * torch.sigmoid(parts[..., 1]))
+def gated(m, x):
+    parts = m.both(x).reshape(-1, 4, 2)
+    return m.out(parts[..., 0] * torch.sigmoid(parts[..., 1]))
 
 
 def test_interleaved_parts_are_told_apart():
-    parts = parts_of(Gated(), torch.randn(2, 6))
+    parts = parts_of(Toy(gated, both=nn.Linear(6, 8), out=nn.Linear(4, 3)), torch.randn(2, 6))
     assert parts["both"].tolist() == [0, 1] * 4
     assert parts["out"].tolist() == [0, 0, 0]

@@ -399,21 +399,15 @@ def test_attention_called_on_maps_of_one_size():
     assert_close(model(IMAGES), expected, least=20)
 
 
-class Twice(nn.Module):
+def twice(m, x):
     """A part that is called twice on maps of one size, the second time on far larger values."""
-
-    def __init__(self):
-        super().__init__()
-        self.part = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.head(self.part(10 * self.part(x) + 5).mean(1))
+    return m.head(m.part(10 * m.part(x) + 5).mean(1))
 
 
 def test_a_stage_fits_what_all_calls_give(monkeypatch):
     torch.manual_seed(0)
-    whole = Twice().eval()
+    parts = {"part": nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), "head": nn.Linear(8, 3)}
+    whole = Toy(twice, **parts).eval()
     images, given, fitted = torch.randn(16, 5, 8), [], []
     watch = whole.part.register_forward_hook(lambda _, inputs, output: given.append(inputs[0]))
     with torch.no_grad():

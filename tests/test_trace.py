@@ -15,6 +15,7 @@ from torch import nn
 
 from adalog import AdalogError, Calibration, library
 from adalog.study.cost import cost
+from toys import Toy
 
 pytestmark = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
@@ -75,20 +76,15 @@ def test_sums_over_calls(quantized, roofs):
     assert all(row["share"] == pytest.approx(row["roof_microseconds"] / row["microseconds"]) for row in rows)
 
 
-class Chosen(nn.Module):
+def chosen(m, x):
     """The head of a model that reads one token, as that of DeiT does."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, 3)
-
-    def forward(self, x):
-        return self.head(self.norm(x)[:, 0])
+    return m.head(m.norm(x)[:, 0])
 
 
 def test_rows_that_nobody_reads_are_not_counted(fast, roofs):
     torch.manual_seed(0)
-    model = Calibration(Chosen().eval(), torch.randn(6, 7, 24)).quantize(fast)
+    parts = {"norm": nn.LayerNorm(24), "head": nn.Linear(24, 3)}
+    model = Calibration(Toy(chosen, **parts).eval(), torch.randn(6, 7, 24)).quantize(fast)
     (norm, head) = trace(model, 5, roofs, seconds=0)["rows"]
     assert (norm["operation"], norm["shape"], norm["bytes"]) == ("norm", (5, 24), 5 * 24 * 5)
     assert (head["shape"], head["products"]) == ((5, 24, 3), 5 * 24 * 3)
