@@ -331,8 +331,6 @@ CASES = [
         "unknown model 'resnet50': give timm:NAME, torchvision:NAME, hf:DIR, hf:ID, demo, or path.py",
     ),
     (quantize_of("own.py:broken"), "own.py:broken failed: no [luck] today; correct it"),
-    (quantize_of("own.py:nothing"), "own.py has no function 'nothing': it has small, bare, talking and"),
-    (quantize_of("none.py:model"), "none.py cannot be read: No such file or directory"),
     (
         quantize_of("own.py:branching"),
         "Branching could not be exported, because it decides by the values of tensors at own.py:",
@@ -343,17 +341,10 @@ CASES = [
     ),
     # weights
     (quantize_of(SMALL, "--checkpoint", "nan.safetensors"), "nan.safetensors: tensor 3.weight contains NaN: use other"),
-    (
-        quantize_of(SMALL, "--checkpoint", "images/alpha.png"),
-        "images/alpha.png is damaged, or contains more than tensors",
-    ),
-    (quantize_of(SMALL, "--checkpoint", "none"), "none cannot be read: No such file or directory"),
     # images
     (quantize_of(SMALL, data="damaged", images=1), "damaged/half.png cannot be read as an image"),
     (quantize_of(SMALL, images=8), "images has only 7 images, but --images is 8: give --images 7, or more"),
     (quantize_of(SMALL, data="empty"), "empty has no images: give a folder of images"),
-    (quantize_of(SMALL, data="nowhere"), "nowhere cannot be read: No such file or directory"),
-    (quantize_of(SMALL, data="own.py"), "own.py cannot be read: Not a directory"),
     (["quantize", SMALL], "own.py:small has no images of its own: give --data FOLDER with at least 32 images"),
     (
         ["quantize", "demo", "--images", 1025],
@@ -366,19 +357,12 @@ CASES = [
     (quantize_of(SMALL, "--reconstruct-steps", 9), "no stage trains, so its steps cannot change: choose the method"),
     # choices
     (quantize_of(SMALL, "--bits", "w1a4"), "weight_bits = 1 is not a whole number from 2 to 8, or 32 for float"),
-    (quantize_of(SMALL, "--bits", "w9a9"), "weight_bits = 9 is not a whole number from 2 to 8"),
-    (quantize_of(SMALL, "--bits", "w4a4s1"), "softmax_bits = 1 is not a whole number from 2 to 8"),
     (quantize_of(SMALL, "--bits", "w4"), "bits = 'w4' is not of the form w4a4 or w4a4s3"),
     (
         quantize_of(SMALL, "--method", "magic"),
         "method = 'magic' is not one of uniform, uniform-tensor, symmetric, log2, log-sqrt2, adalog",
     ),
     (quantize_of(SMALL, "--pin", "head"), "--pin 'head' is not of the form GLOB=BITS"),
-    (
-        quantize_of(SMALL, "--pin", "head=9"),
-        "pinned bits of 'head' = 9 is not a whole number from 2 to 8, or 32 for float",
-    ),
-    (quantize_of(SMALL, "--pin", "head=w4b8"), "pinned bits 'w4b8' are not of the form 8, w4a8, w4, a8s4 or i4"),
     (quantize_of(SMALL, "--pin", "hat=8"), "pinned: no site's name matches 'hat'; the closest are"),
     (quantize_of(SMALL, "--device", "abacus"), "--device 'abacus' is not available on this machine: choose from cpu"),
     (quantize_of(SMALL, "--device", "cuda:99"), "--device 'cuda:99' is not available on this machine: choose from cpu"),
@@ -403,17 +387,14 @@ CASES = [
     # artifacts
     (["evaluate", "missing.safetensors"], "missing.safetensors cannot be read: No such file or directory"),
     (["inspect", "missing.safetensors"], "missing.safetensors cannot be read: No such file or directory"),
-    (["cost", "missing.safetensors"], "missing.safetensors cannot be read: No such file or directory"),
     (["inspect", "[/name].safetensors"], "[/name].safetensors cannot be read"),
     (["inspect", "miss\udcff\x1b[2Jing"], "error: miss??[2Jing cannot be read: No such file or directory\n"),
     (["evaluate", "out.safetensors"], "out.safetensors is not an adalog artifact"),
-    (["evaluate", "damaged.safetensors"], "damaged.safetensors is not an adalog artifact"),
     (["inspect", "damaged.safetensors"], "damaged.safetensors is not an adalog artifact"),
     (["bench", "damaged.safetensors"], "damaged.safetensors is not an adalog artifact"),
     (["inspect", "own.py"], "own.py is not an adalog artifact"),
-    # what other commands do not take
+    # other commands
     (["cost", "own.py:branching"], "Branching could not be exported"),
-    (["cost", "tim:vit"], "unknown model 'tim:vit': give timm:NAME"),
     (["cost", "x.safetensors", "--no-pretrained"], "path.py:function), not to x.safetensors: leave them out"),
     (["inspect", "x.safetensors", "--checkpoint", "y"], "path.py:function), not to x.safetensors: leave them out"),
     (["inspect", "own.py:small", "--no-pretrained"], "whose function creates its own weights"),
@@ -422,7 +403,6 @@ CASES = [
         "--bytes needs an artifact, and own.py:small is a model: quantize it first",
     ),
     (["inspect", "hf:."], ". has no config.json"),
-    (["inspect", "demo", "--checkpoint", "none.pt"], "none.pt cannot be read: No such file or directory"),
     (["inspect", "demo", "--checkpoint", "own.py"], "own.py is damaged, or contains more than tensors"),
     (["evaluate", "x.safetensors", "--no-pretrained"], "apply to the full-precision model: add --model"),
     (["evaluate", "x.safetensors", "--support", "."], "--support needs the images of --data: give both"),
