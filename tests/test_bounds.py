@@ -302,12 +302,16 @@ def test_parameters_are_shaped_against_the_operands(problem, left, right):
         assert code.max() < 16
 
 
+def between_the_extremes(values):
+    """Each row quantized to 4 bits between its least and its largest value."""
+    low, high = values.min(1, keepdim=True).values, values.max(1, keepdim=True).values
+    return uniform_fake_quantize(values, *bounds_to_uniform(low, high, 4), 4)
+
+
 def test_uniform_search_beats_min_and_max():
     """On Gaussian weights with outliers, the rest of the product being the same."""
     left, right = linear()
-    found = found_by(left, right, SMALL)
-    low, high = right.values.min(1, keepdim=True).values, right.values.max(1, keepdim=True).values
-    widest = uniform_fake_quantize(right.values, *bounds_to_uniform(low, high, 4), 4)
+    found, widest = found_by(left, right, SMALL), between_the_extremes(right.values)
     left_hat, output = found.left.fake_quantize(left.values), left.values @ right.values.T
     error, of_widest = (
         (left_hat @ hat.T - output).square().sum(0) for hat in (right.fake_quantize(found.right), widest)
@@ -322,11 +326,8 @@ def test_search_is_no_worse_than_min_and_max_in_any_channel():
     left = replace(left, format=UniformFormat(FLOAT_BITS))
     found = found_by(left, right, ONE_ROUND)
     assert found.left is None
-    low, high = right.values.min(1, keepdim=True).values, right.values.max(1, keepdim=True).values
-    widest = uniform_fake_quantize(right.values, *bounds_to_uniform(low, high, 4), 4)
-    error, of_widest = (
-        ((hat - right.values) @ left.values.T).square().sum(1) for hat in (right.fake_quantize(found.right), widest)
-    )
+    hats = right.fake_quantize(found.right), between_the_extremes(right.values)
+    error, of_widest = (((hat - right.values) @ left.values.T).square().sum(1) for hat in hats)
     assert bool((error <= of_widest * (1 + 1e-9)).all())
 
 

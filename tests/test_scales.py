@@ -190,17 +190,14 @@ def test_twin_scales_after_gelu():
     def twin(s):
         return s * rounded(x / s).clamp(0, h - 1) + delta / h * rounded(x / (delta / h)).clamp(-h, 0)
 
+    def loss(s, t):
+        return float((x @ weight.T - twin(s) @ symmetric_by_hand(weight, t, bits).T).square().sum())
+
     first = float(x.max()) / (h - 0.5), start(weight, bits)
     s, t = first
     for _ in range(search.rounds):
-        t = pick(
-            [first[1] * m for m in multiples(search)],
-            lambda t, s=s: float((x @ weight.T - twin(s) @ symmetric_by_hand(weight, t, bits).T).square().sum()),
-        )
-        s = pick(
-            [first[0] * m for m in multiples(search)],
-            lambda s, t=t: float((x @ weight.T - twin(s) @ symmetric_by_hand(weight, t, bits).T).square().sum()),
-        )
+        t = pick([first[1] * m for m in multiples(search)], partial(loss, s))
+        s = pick([first[0] * m for m in multiples(search)], partial(loss, t=t))
     assert isinstance(found.left, TwinUniformQuantizer)
     assert_close(found.left.scale, [s])
     assert_close(found.left.negative_scale, [delta / h])
@@ -258,7 +255,6 @@ def test_a_zero_operand_keeps_finite_scales():
 
 
 TIE_BITS = 3
-TIE_HALF = 2 ** (TIE_BITS - 1)
 
 
 def equal_rows(size, dtype=torch.float64):
@@ -273,24 +269,20 @@ def found_scales(x, weight, search, row_splits=None):
     return search.search_product(Product("linear", *operands, row_splits=row_splits)).right.scale.flatten()
 
 
-def symmetric3(x, s):
-    return s * (x / s).round().clamp(-TIE_HALF, TIE_HALF - 1)
-
-
 def least_squared_error(x, weight, search, labels):
     """The scale of each row, by the squared error alone, in float64; rows of one label share a scale.
 
     The input is at fault where two candidates, by their codes and scales, come within 1e-5 of each other.
     """
     x, weight = x.double(), weight.double()
-    x_hat = symmetric3(x, float(x.abs().max()) / (TIE_HALF - 0.5))
-    low, high = search.span
-    multiples = [low + index * (high - low) / search.candidates for index in range(search.candidates)]
+    x_hat = symmetric_by_hand(x, start(x, TIE_BITS), TIE_BITS)
     expected = {}
     for label in set(labels):
         rows = weight[[other == label for other in labels]]
-        first = float(rows.abs().max()) / (TIE_HALF - 0.5)
-        tried = [(float((x_hat @ symmetric3(rows, first * m).T - x @ rows.T).square().sum()), m) for m in multiples]
+        first, tried = start(rows, TIE_BITS), []
+        for m in multiples(search):
+            error = x_hat @ symmetric_by_hand(rows, first * m, TIE_BITS).T - x @ rows.T
+            tried.append((float(error.square().sum()), m))
         (least, best), (second, _) = sorted(tried)[:2]
         assert second > least * (1 + 1e-5), "the minimum is not unique by the margin"
         expected[label] = first * best
