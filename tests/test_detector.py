@@ -10,10 +10,10 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from adalog import DataError
-from adalog.detection.boxes import anchors, decode_boxes
+from adalog.detection.boxes import anchors, decode_boxes, paste
 from adalog.detection.checkpoint import load_parts, public_names
 from adalog.detection.detector import STDS, STRIDES, Detector, Settings
-from adalog.detection.images import Resizing
+from adalog.detection.images import Resizing, read
 from adalog.detection.network import ARCHITECTURES, RATIOS, make_parts, parameters
 from problems_detector import NAMES, SETTINGS, make, pictures
 
@@ -70,8 +70,6 @@ def test_resizing_is_bilinear_in_eight_bits():
 
 @pytest.mark.parametrize("mode", ["L", "I;16"])
 def test_grey_images_are_read(mode, tmp_path):
-    from adalog.detection.images import read
-
     values = np.random.default_rng(0).integers(0, 255, (30, 40))
     values = values.astype(np.uint8) if mode == "L" else (values * 257).astype(np.uint16)
     Image.fromarray(values).save(tmp_path / "grey.png")
@@ -79,8 +77,6 @@ def test_grey_images_are_read(mode, tmp_path):
 
 
 def test_an_image_too_thin_is_refused(tmp_path):
-    from adalog.detection.images import read
-
     Image.new("RGB", (2000, 2)).save(tmp_path / "thin.png")
     with pytest.raises(DataError, match="2000 x 2 pixels, too thin for a detector"):
         read(tmp_path / "thin.png")
@@ -235,8 +231,6 @@ def test_masks_are_the_mean_of_the_heads(stages):
     maps = [torch.randn(1, 8, 16 >> level, 24 >> level, generator=generator) for level in range(5)]
     boxes, labels, factors = torch.tensor([[2.0, 3.0, 20.0, 25.0]] * 3), torch.arange(3), torch.tensor([2.0] * 4)
     found = detector.masks(maps, boxes, labels, factors, (30, 45))
-    from adalog.detection.boxes import paste
-
     heads = [part for name, part in detector.parts.items() if name.startswith("mask")]
     likely = sum(head(detector.read(maps, boxes[:1] * 2, 14)).sigmoid()[0] for head in heads) / stages
     assert torch.equal(found, paste(likely, boxes, (30, 45)))

@@ -91,11 +91,13 @@ def test_what_is_found_reads_back_to_the_bit(tmp_path, dtype):
     codes = torch.randint(0, 8, (3, 21), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     rights = [quantizers[0], QuantizedTensor(codes, quantizers[1]), None] * 2
     folds = [None, None, Fold(torch.rand(4, dtype=dtype), torch.randn(4, dtype=dtype)), None, None, None]
-    for index, each in enumerate(zip(quantizers, rights, folds, strict=True)):
-        written.add(f"site{index}", Assignment(*each, 1 / 3 + index))
+    biases = [None, torch.tensor([0.1, -1e-30, 3e7])] * 3
+    for index, (*each, bias) in enumerate(zip(quantizers, rights, folds, biases, strict=True)):
+        written.add(f"site{index}", Assignment(*each, 1 / 3 + index, bias=bias))
     read = Partial(tmp_path / "partial", "these")
-    for index, (quantizer, right, fold) in enumerate(zip(quantizers, rights, folds, strict=True)):
+    for index, (quantizer, right, fold, bias) in enumerate(zip(quantizers, rights, folds, biases, strict=True)):
         found = read.get(f"site{index}")
+        assert found.bias is bias is None or torch.equal(found.bias, bias)
         same(found.left, quantizer)
         same(found.fold, fold)
         assert found.sqnr == 1 / 3 + index
