@@ -154,17 +154,6 @@ WRITTEN = {(Output, "data"), (Output, "more"), (Patches, "out")}  # pointers to 
 # --- the library -----------------------------------------------------------------------------------------------------
 
 
-def own_layout() -> library.Offsets:
-    """Return the offset and size of every structure above and of its fields."""
-    offsets: library.Offsets = {}
-    for structure in STRUCTURES:
-        offsets[structure.__name__] = 0, ctypes.sizeof(structure)
-        for name, *_ in structure._fields_:
-            field = getattr(structure, name)
-            offsets[f"{structure.__name__}.{name}"] = field.offset, field.size
-    return offsets
-
-
 def load() -> ctypes.CDLL:
     """Load the library of kernels and declare its functions. Raises ValueError if it cannot be used here."""
     compiled, why = library.load()
