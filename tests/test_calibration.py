@@ -31,13 +31,8 @@ def pyramid(m, x):
 
 def make_pyramid():
     torch.manual_seed(0)
-    return Toy(
-        pyramid,
-        stem=nn.Conv2d(3, 8, 2, 2),
-        shared=nn.Conv2d(8, 8, 3, 1, 1),
-        scores=nn.Conv2d(8, 2, 1),
-        boxes=nn.Conv2d(8, 4, 1),
-    ).eval()
+    parts = {"stem": nn.Conv2d(3, 8, 2, 2), "shared": nn.Conv2d(8, 8, 3, 1, 1)}
+    return Toy(pyramid, **parts, scores=nn.Conv2d(8, 2, 1), boxes=nn.Conv2d(8, 4, 1)).eval()
 
 
 def twice(m, x):
@@ -69,16 +64,10 @@ def pyramid_quantized(pyramid_calibration, fast):
 
 
 def test_calls_are_one_site(pyramid_calibration):
-    assert [(site.name, len(site.calls)) for site in pyramid_calibration.sites] == [
-        ("stem", 3),
-        ("shared", 3),
-        ("scores", 3),
-        ("boxes", 3),
-    ]
+    wanted = [(name, 3) for name in ("stem", "shared", "scores", "boxes")]
+    assert [(site.name, len(site.calls)) for site in pyramid_calibration.sites] == wanted
     found = census(pyramid_calibration.program, pyramid_calibration.sites, pyramid_calibration.pairs)
-    assert [(row["site"], row["calls"]) for row in found["sites"]] == [
-        (site.name, 3) for site in pyramid_calibration.sites
-    ]
+    assert [(row["site"], row["calls"]) for row in found["sites"]] == wanted
     assert found["convs"] == 4
 
 
@@ -218,14 +207,8 @@ def recurrent(m, x):
 @pytest.mark.parametrize("stages", [(), (Correction(images=8), Reconstruction(images=8, iterations=4, batch=4))])
 def test_a_block_that_runs_twice(stages, fast):
     torch.manual_seed(0)
-    model = Toy(
-        recurrent,
-        embed=nn.Conv2d(3, 8, 4, 4),
-        norm=nn.LayerNorm(8),
-        inner=nn.Linear(8, 16),
-        out=nn.Linear(16, 8),
-        head=nn.Linear(8, 5),
-    ).eval()
+    parts = {"embed": nn.Conv2d(3, 8, 4, 4), "norm": nn.LayerNorm(8), "inner": nn.Linear(8, 16)}
+    model = Toy(recurrent, **parts, out=nn.Linear(16, 8), head=nn.Linear(8, 5)).eval()
     pyramid_quantized = Calibration(model, IMAGES).quantize(replace(fast, images=8, stages=stages))
     assert set(pyramid_quantized.refusals.values()) == {"not folded: inner is called several times"}
     assert len(pyramid_quantized.program.weights) == 4

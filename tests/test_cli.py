@@ -157,34 +157,31 @@ def test_importing_loads_no_optional_package():
 TAKES_NOTHING = [("/dev/full", "No space left on device"), (None, "it is closed"), ("pipe", "Broken pipe")]
 
 
+def opened(out):
+    """The number of a file that takes nothing."""
+    reader, pipe = os.pipe()
+    os.close(reader)
+    return pipe if out == "pipe" else os.open("/dev/full", os.O_WRONLY)
+
+
 @pytest.mark.parametrize(("out", "why"), TAKES_NOTHING)
 def test_standard_output_that_takes_nothing(quantized, tmp_path, monkeypatch, capsys, out, why):
     quantized.save(tmp_path / "file")
-    reader, pipe = os.pipe()
-    os.close(reader)
-    with os.fdopen(pipe if out == "pipe" else os.open("/dev/full", os.O_WRONLY), "w") as target:
+    with os.fdopen(opened(out), "w") as target:
         monkeypatch.setattr(sys, "stdout", None if out is None else target)
-        assert call(monkeypatch, capsys, "inspect", tmp_path / "file") == (
-            1,
-            f"failed: cannot write to standard output: {why}\n",
-        )
+        found = call(monkeypatch, capsys, "inspect", tmp_path / "file")
+    assert found == (1, f"failed: cannot write to standard output: {why}\n")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("out", "why"), TAKES_NOTHING)
 def test_standard_output_of_a_process_that_takes_nothing(quantized, tmp_path, out, why):
     quantized.save(tmp_path / "file")
-    reader, pipe = os.pipe()
-    os.close(reader)
-    with os.fdopen(pipe if out == "pipe" else os.open("/dev/full", os.O_WRONLY), "wb") as target:
-        result = subprocess.run(
-            [sys.executable, "-m", "adalog", "inspect", tmp_path / "file"],
-            stdout=target,
-            stderr=subprocess.PIPE,
-            preexec_fn=(lambda: os.close(1)) if out is None else None,
-            text=True,
-            check=False,
-        )
+    command = [sys.executable, "-m", "adalog", "inspect", tmp_path / "file"]
+    closing = (lambda: os.close(1)) if out is None else None
+    with os.fdopen(opened(out), "wb") as target:
+        outputs = {"stdout": target, "stderr": subprocess.PIPE, "text": True}
+        result = subprocess.run(command, preexec_fn=closing, check=False, **outputs)
     assert (result.returncode, result.stderr) == (1, f"failed: cannot write to standard output: {why}\n")
 
 

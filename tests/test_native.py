@@ -161,8 +161,8 @@ def normalised_heads(m, x):
 
 
 def normalised():
-    x = torch.randn(6, 7, 24)
-    return Toy(normalised_heads, qkv=nn.Linear(24, 72), one=nn.Linear(24, 24), other=nn.Linear(24, 24)), x
+    parts = {"qkv": nn.Linear(24, 72), "one": nn.Linear(24, 24), "other": nn.Linear(24, 24)}
+    return Toy(normalised_heads, **parts), torch.randn(6, 7, 24)
 
 
 @every_level
@@ -268,9 +268,8 @@ def merged_rows(m, x):
 
 
 def merging():
-    x = torch.randn(5, 6, 4, 6)
     parts = {"up": nn.Linear(6, 8), "norm": nn.LayerNorm(8), "merged": nn.LayerNorm(32), "down": nn.Linear(32, 8)}
-    return Toy(merged_rows, **parts), x
+    return Toy(merged_rows, **parts), torch.randn(5, 6, 4, 6)
 
 
 @every_level
@@ -447,23 +446,19 @@ def sums_read_later(m, x):
     return m.fc(first + third.unflatten(0, x.shape[:2]) * second)
 
 
+def zeros_around(m, x):
+    return F.pad(m.norm(x), (0, 0, 1, 1))
+
+
 CASES = {
     "sums in each other's place": (sums, 8, 8),
     "sums that are read later": (sums_read_later, 8, 8),
     "a sum that is larger than the rows": (lambda m, x: m.fc(m.norm(x).unsqueeze(-1) + m.row), 8, 8),
     "zeros, then three and two heads": (attention, 24, 8),
     "zeros, then rows in halves": (lambda m, x: m.fc(F.pad(m.a(x), (0, 0, 1, 1)).unflatten(-1, (2, 4))), 8, 4),
-    "zeros, then a norm's rows in halves": (
-        lambda m, x: m.fc(F.pad(m.norm(x), (0, 0, 1, 1)).unflatten(-1, (2, 4))),
-        8,
-        4,
-    ),
-    "zeros, then all rows as one": (lambda m, x: m.fc(F.pad(m.norm(x), (0, 0, 1, 1)).flatten(1)), 8, 64),
-    "zeros, then two rows as one": (
-        lambda m, x: m.fc(F.pad(m.norm(x), (0, 0, 1, 1)).unflatten(1, (4, 2)).flatten(2)),
-        8,
-        16,
-    ),
+    "zeros, then a norm's rows in halves": (lambda m, x: m.fc(zeros_around(m, x).unflatten(-1, (2, 4))), 8, 4),
+    "zeros, then all rows as one": (lambda m, x: m.fc(zeros_around(m, x).flatten(1)), 8, 64),
+    "zeros, then two rows as one": (lambda m, x: m.fc(zeros_around(m, x).unflatten(1, (4, 2)).flatten(2)), 8, 16),
 }
 
 

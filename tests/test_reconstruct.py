@@ -809,16 +809,14 @@ def test_a_block_ends_where_an_output_leaves_the_stream(pool):
     assert [sum("linear" in name for name in block.nodes) for block in blocks] == [1, 1, 1, 0]
 
 
-class Ending(nn.Module):
+def trunk_and(ending):
     """A trunk, and what a function makes of the input and of what follows the trunk."""
 
-    def __init__(self, ending):
-        super().__init__()
-        self.first, self.second, self.ending = nn.Linear(12, 8), nn.Linear(8, 6), ending
-
-    def forward(self, x):
+    def function(m, x):
         x = x.flatten(1)
-        return self.ending(x, self.second(self.first(x).relu()))
+        return ending(x, m.second(m.first(x).relu()))
+
+    return Toy(function, first=nn.Linear(12, 8), second=nn.Linear(8, 6)).eval()
 
 
 @pytest.mark.parametrize(
@@ -826,13 +824,13 @@ class Ending(nn.Module):
 )
 def test_a_model_with_one_output_is_one_block(pool, ending):
     """However it is wrapped, as in the output of a classifier of transformers."""
-    program = capture(Ending(ending).eval(), (pool[:4, :, :2, :2].contiguous(),))
+    program = capture(trunk_and(ending), (pool[:4, :, :2, :2].contiguous(),))
     (block,) = find_spans(program)
     assert block.nodes == tuple(node.name for node in program.nodes)
 
 
 def test_an_input_that_is_put_out_cuts_nothing(pool):
-    model = Ending(lambda x, y: {"logits": y}).eval()
+    model = trunk_and(lambda x, y: {"logits": y})
     program = capture(model, (pool[:4, :, :2, :2].contiguous(),))
     both = replace(program, output={"image": Ref(program.inputs[0]), "logits": program.output["logits"]})
     assert len(find_spans(both)) == 1
@@ -842,7 +840,7 @@ def test_an_input_that_is_put_out_cuts_nothing(pool):
 def test_no_block_ends_in_a_list(pool, ending):
     torch.manual_seed(0)
     images = pool[:8, :, :2, :2].contiguous()
-    calibration = Calibration(Ending(ending).eval(), images)
+    calibration = Calibration(trunk_and(ending), images)
     before = calibration.assign(replace(LOW, fold_rows=1))
     after = reconstruct(calibration.program, [images], before, replace(WHOLE_MODEL, images=8))
     assert not any(one is other for (_, one), (_, other) in zip(before, after, strict=True))

@@ -263,14 +263,10 @@ def test_vectors_are_what_they_say(quantized, images, name, tmp_path):
     assert np.allclose(output, arrays["output"], rtol=1e-5, atol=1e-5)
 
 
-def tabled(m, x):
-    return x @ m.table
-
-
 def test_a_stored_table_on_the_right(fast):
     """A product with a stored operand of several matrices, quantized as it runs."""
     torch.manual_seed(0)
-    net = Toy(tabled, table=nn.Parameter(torch.randn(3, 32, 5)))
+    net = Toy(lambda m, x: x @ m.table, table=nn.Parameter(torch.randn(3, 32, 5)))
     x = torch.randn(4, 3, 7, 32, generator=torch.Generator().manual_seed(1))
     model = Calibration(net.eval(), x).quantize(fast)
     fake = model(x)
@@ -322,17 +318,6 @@ class LinearAttention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2)).mean(1)
 
 
-class ScalarBias(nn.Module):
-    def __init__(self, shape):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(5, 8))
-        self.bias = nn.Parameter(torch.full(shape, 0.5))
-
-    def forward(self, x):
-        return F.linear(self.first(x).relu(), self.weight, self.bias)
-
-
 @needs_kernels
 def test_queries_of_two_bytes():
     """At 8 bits the table of logarithmic codes has two bytes, and the kernel of attention takes queries of one."""
@@ -349,7 +334,11 @@ def test_queries_of_two_bytes():
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_one_bias_for_all_columns(shape):
     config = replace(Config.preset("w4a4"), images=6, search=QUICK)
-    quantized = adalog.quantize(ScalarBias(shape).eval(), normal(6, 8, seed=1).float(), config)
+    torch.manual_seed(0)
+    parts = {"first": nn.Linear(8, 8), "weight": nn.Parameter(torch.randn(5, 8))}
+    bias = nn.Parameter(torch.full(shape, 0.5))
+    model = Toy(lambda m, x: F.linear(m.first(x).relu(), m.weight, m.bias), **parts, bias=bias).eval()
+    quantized = adalog.quantize(model, normal(6, 8, seed=1).float(), config)
     x = normal(4, 8, seed=2).float()
     wanted = quantized(x)
     for executor in EVERY_EXECUTOR:

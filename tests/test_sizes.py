@@ -40,14 +40,8 @@ def windows(m, x):
 
 def make(function=windows):
     torch.manual_seed(0)
-    model = Toy(
-        function,
-        embed=nn.Conv2d(3, 16, 4, 4),
-        norm=nn.LayerNorm(16),
-        qkv=nn.Linear(16, 48),
-        last=nn.LayerNorm(16),
-        head=nn.Linear(16, 5),
-    )
+    parts = {"embed": nn.Conv2d(3, 16, 4, 4), "norm": nn.LayerNorm(16), "qkv": nn.Linear(16, 48)}
+    model = Toy(function, **parts, last=nn.LayerNorm(16), head=nn.Linear(16, 5))
     for norm in (model.norm, model.last):
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
