@@ -546,11 +546,9 @@ def test_writes_through_views_that_turn(view, read_again):
 
 
 def test_a_number_may_be_divided_by_whole_numbers():
-    def divided(m, numbers):
-        return m.head(m.rows(torch.div(100, numbers, rounding_mode="trunc")))
-
-    numbers = torch.arange(1, 5)
-    program = capture(Toy(divided, rows=nn.Embedding(101, 8), head=nn.Linear(8, 2)).eval(), (numbers,))
+    parts, numbers = {"rows": nn.Embedding(101, 8), "head": nn.Linear(8, 2)}, torch.arange(1, 5)
+    model = Toy(lambda m, x: m.head(m.rows(torch.div(100, x, rounding_mode="trunc"))), **parts)
+    program = capture(model.eval(), (numbers,))
     assert program.run([numbers]).shape == (4, 2)
 
 

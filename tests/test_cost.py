@@ -331,10 +331,8 @@ def test_a_depthwise_convolution_quantized(fast):
 
 
 def test_a_weight_that_serves_twice_is_stored_once():
-    def twice(m, x):
-        return m.layer(torch.relu(m.layer(x)))
-
-    found = cost(capture(Toy(twice, layer=nn.Linear(6, 6)), torch.randn(2, 5, 6)), [(5, 6)])
+    model = Toy(lambda m, x: m.layer(torch.relu(m.layer(x))), layer=nn.Linear(6, 6))
+    found = cost(capture(model, torch.randn(2, 5, 6)), [(5, 6)])
     assert counts(found, "linear") == [5 * 36, 5 * 36]
     assert [row.weight_bytes for row in found.products] == [4 * 36, 0]
     assert found.size_bytes["float"] == 4 * (36 + 6)

@@ -25,15 +25,12 @@ from strategies import normal
 from toys import Toy
 
 
-def tanh_network(m, x):
-    return m.second(torch.tanh(m.first(x))) * 3
-
-
 @pytest.fixture(scope="module")
 def network():
     torch.manual_seed(0)
     parts = {"first": nn.Linear(3, 5), "second": nn.Linear(5, 4)}
-    model, images = Toy(tanh_network, **parts).double().eval(), normal(2 * BATCH + 3, 3)
+    images = normal(2 * BATCH + 3, 3)
+    model = Toy(lambda m, x: m.second(torch.tanh(m.first(x))) * 3, **parts).double().eval()
     program = capture(model, (images,))
     names = {site.name: site.node.name for site in find_sites(program)}
     return model, images, program, names
@@ -158,12 +155,10 @@ def test_other_outputs_have_plain_probes(probe):
         assert all(set(value.flatten().tolist()) == {-1.0, 1.0} for value in drawn)
 
 
-def chosen(m, x):
-    return m.used(x), m.unused(x).argmax(-1)
-
-
 def test_what_no_gradient_reaches_has_ones():
-    program = capture(Toy(chosen, used=nn.Linear(3, 4), unused=nn.Linear(3, 2)).eval(), (torch.randn(5, 3),))
+    parts = {"used": nn.Linear(3, 4), "unused": nn.Linear(3, 2)}
+    model = Toy(lambda m, x: (m.used(x), m.unused(x).argmax(-1)), **parts).eval()
+    program = capture(model, (torch.randn(5, 3),))
     names = {site.name: site.node.name for site in find_sites(program)}
     probes = [hessian_probe(torch.Generator())]
     found = squared_gradients(program, (torch.randn(5, 3),), names.values(), probes)
@@ -199,12 +194,8 @@ def test_images_may_lie_along_any_dimension(within):
     torch.testing.assert_close(found[names["second"]], scaled(gradient.square().expand(5, -1, -1)))
 
 
-def answer(m, x):
-    return m.linear(x).argmax(-1)
-
-
 def test_a_model_without_gradients_is_refused():
-    program = capture(Toy(answer, linear=nn.Linear(3, 4)).eval(), (torch.randn(2, 3),))
+    program = capture(Toy(lambda m, x: m.linear(x).argmax(-1), linear=nn.Linear(3, 4)).eval(), (torch.randn(2, 3),))
     with pytest.raises(CalibrationError, match="the model has no differentiable output"):
         squared_gradients(program, (torch.randn(2, 3),), [], [hessian_probe(torch.Generator())])
 

@@ -91,10 +91,7 @@ def one_block(tiniest, images):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "bits",
-    ["w2a2", "w8a5s2", "w32a4", "w4a32", "w32a32", "w4a32s3"],
-)
+@pytest.mark.parametrize("bits", ["w2a2", "w8a5s2", "w32a4", "w4a32", "w32a32", "w4a32s3"])
 @pytest.mark.parametrize("method", RIVALS)
 def test_every_width_is_quantized(one_block, bits, method):
     config = brief(method, bits)

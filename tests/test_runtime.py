@@ -387,12 +387,10 @@ def test_scores_that_serve_several_values(queries, values, bias):
 
 @needs_kernels
 def test_a_first_call_in_inference_mode_ties_no_later_one_to_it():
-    def squashed(m, x):
-        return m.last(torch.tanh(x) * x)
-
     torch.manual_seed(0)
     config = replace(Config.preset("w4a4"), images=4, search=QUICK)
-    quantized = adalog.quantize(Toy(squashed, last=nn.Linear(8, 4)).eval(), normal(4, 8, seed=1).float(), config)
+    model = Toy(lambda m, x: m.last(torch.tanh(x) * x), last=nn.Linear(8, 4)).eval()
+    quantized = adalog.quantize(model, normal(4, 8, seed=1).float(), config)
     x = normal(2, 8, seed=2).float()
     compiled = quantized.compile("native")
     with torch.inference_mode():
