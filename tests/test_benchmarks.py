@@ -319,14 +319,11 @@ def test_gpu_adds_parts(measured_gpu, monkeypatch):
 @pytest.mark.parametrize("tiny_timm", [64], indirect=True)
 def test_gpu_reconstruction(measured_gpu, monkeypatch):
     short = Config.preset("w3a3", "adalog++")
-    short = replace(short, stages=tuple(replace(each, **_few_steps(each)) for each in short.stages))
+    few = {Reconstruction: {"iterations": 2, "batch": 2}}
+    short = replace(short, stages=tuple(replace(each, **few.get(type(each), {})) for each in short.stages))
     monkeypatch.setattr(Config, "preset", staticmethod(lambda *_: short))
     found = measured_gpu("--parts", "reconstruction", "--fitted", 8)["reconstruction"]
     assert found.keys() == {"model", "bits", "fitted", "search", "correction", "end_to_end"}
-
-
-def _few_steps(stage):
-    return {"iterations": 2, "batch": 2} if isinstance(stage, Reconstruction) else {}
 
 
 def test_large(tiny_timm, tiny_demo, result_of, monkeypatch):

@@ -196,19 +196,15 @@ def test_a_missing_package_is_named_with_its_extra(missing, arguments, monkeypat
     for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, missing, None)
-    code, told = call(monkeypatch, capsys, *arguments)
-    assert (code, told) == (
-        2,
-        f"error: {missing} is not installed: pip install 'adalog[coco]'\n",
-    )
+    told = f"error: {missing} is not installed: pip install 'adalog[coco]'\n"
+    assert refusal(monkeypatch, capsys, *arguments) == told
 
 
 def test_too_few_images_name_the_folder_and_the_option(monkeypatch, capsys, tmp_path):
     for index in range(3):
         Image.new("RGB", (64, 64)).save(tmp_path / f"{index}.png")
     arguments = ("sensitivity", "demo:detector", "--data", tmp_path, "--images", 2, "--judged", 2)
-    code, told = call(monkeypatch, capsys, *arguments)
-    assert code == 2
+    told = refusal(monkeypatch, capsys, *arguments)
     assert f"{tmp_path} has only 3 images, but --images plus --judged is 4" in told
 
 

@@ -17,6 +17,7 @@ from adalog.graph.program import ModelOutput, Ref
 from commands import run_alone
 from stored import first, rebuilt, setting
 from test_native import Masked, other
+from toys import Toy
 
 pytestmark = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
 
@@ -93,20 +94,14 @@ def test_a_mobile_network_has_a_pack(fast, tmp_path):
 # --- what has no pack ------------------------------------------------------------------------------------------------
 
 
-class Mixing(nn.Module):
-    def forward(self, x):
-        return self.head(x - x.mean(0, keepdim=True))
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(24, 3)
+MIXING = Toy(lambda m, x: m.head(x - x.mean(0, keepdim=True)), head=nn.Linear(24, 3))
 
 
 @pytest.mark.parametrize(
     ("module", "shape", "why"),
     [
         (Masked(torch.ones(7, 7).triu(1).bool()), (6, 7, 24), r"only PyTorch runs .*\(aten.masked_fill.Scalar\)"),
-        (Mixing(), (6, 24), "the images of a batch change each other's outputs"),
+        (MIXING, (6, 24), "the images of a batch change each other's outputs"),
     ],
 )
 def test_what_has_no_pack(fast, tmp_path, module, shape, why):
