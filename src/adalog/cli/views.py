@@ -13,8 +13,8 @@ from adalog.study.evaluate import Score, Share
 
 
 def numbers(*headings: str) -> list[Column]:
-    """Return columns of numbers."""
-    return [Column(heading, justify="right") for heading in headings]
+    """Return columns of numbers. Units in a heading, such as "[ms]", are not markup of rich."""
+    return [Column(escape(heading), justify="right") for heading in headings]
 
 
 def texts(*headings: str) -> list[Column]:
