@@ -33,6 +33,9 @@ def model():
 
 def other():
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 8))
+
+def wider():
+    return nn.Sequential(nn.Flatten(), nn.Linear(300, 7))
 """
 
 
@@ -220,6 +223,10 @@ def test_images_without_labels_are_compared(folder, monkeypatch, capsys):
             "takes inputs of shape (3, 8, 8), but the preprocessing of demo outputs (3, 32, 32): give",
         ),
         (["out.safetensors", "--data", "images", "--model", "own.py:other"], "cannot be compared"),
+        (
+            ["out.safetensors", "--data", "images", "--model", "own.py:wider"],
+            "own.py:wider does not accept the images of out.safetensors: RuntimeError: mat1 and mat2",
+        ),
         (["out.safetensors", "--data", "images", "--device", "abacus"], "--device 'abacus' is not available"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import torch
 import typer
-from torch import nn
+from torch import Tensor, nn
 
 import adalog
 from adalog import DataError, artifact
@@ -23,6 +23,7 @@ from adalog.cli.options import (
     thread_count,
 )
 from adalog.cli.targets import check_bundled, compile_artifact, find_preprocessing, load_model, source_of, stranger
+from adalog.errors import one_line
 from adalog.inputs import demo, zoo
 from adalog.inputs.images import find_support
 from adalog.runtime import EXECUTORS
@@ -110,7 +111,10 @@ def command(
     # Before the long work, check on one image that the models accept such images and know all classes.
     last = 0 if truth is None else int(truth.argmax())
     with waiting(f"checking {file}"):
-        outputs = [predict(network.to(place), prepared(range(last, last + 1)), device=place) for network in networks]
+        image = prepared(range(last, last + 1))
+        outputs = [predict(runs.to(place), image, device=place)]
+        if loaded is not None:
+            outputs.append(_predict_full(loaded, image, place, file))
         folders = None if queries is None else queries.classes
         if support_images is None:
             check_classes(folders, outputs[0], str(data), str(file))
@@ -127,3 +131,14 @@ def command(
     emit_json(record | {"sites": sites}, json_out)
     if json_out != "-":
         say(views.describe_score(str(file), result, reference, full))
+
+
+def _predict_full(loaded: zoo.LoadedModel, image: Tensor, place: torch.device, file: Path) -> Tensor:
+    """Return the output of the full-precision model; raise DataError if it does not accept the artifact's images."""
+    try:
+        return predict(loaded.module.to(place), image, device=place)
+    except (RuntimeError, TypeError) as cause:
+        raise DataError(
+            f"{loaded.name} does not accept the images of {file}: {one_line(cause)}; give the model that the artifact "
+            "was made from"
+        ) from cause
