@@ -357,6 +357,7 @@ def test_every_image_fills_the_crop(size, more, image):
         ({"size": (100, 300)}, "give at least 300"),
         ({"resize": (256, 223)}, r"resize = \(256, 223\) is smaller"),
         ({"size": (0, 224)}, "size = "),
+        ({"size": 224}, r"size = 224 is not \(height, width\)"),
         ({"std": (1.0, 0.0, 1.0)}, "std = "),
         ({"interpolation": "cubic"}, "'cubic' is not one of bilinear, bicubic"),
         ({"resize": (0, 224)}, "resize = "),

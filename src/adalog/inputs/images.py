@@ -176,7 +176,7 @@ class Preprocessing:
         for name in ("size", "resize", "mean", "std", "fill"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
-        if len(self.size) != 2 or min(self.size) < 1:
+        if not isinstance(self.size, tuple) or len(self.size) != 2 or min(self.size) < 1:
             raise ValueError(f"size = {self.size} is not (height, width) in pixels")
         sides = (self.resize, self.resize) if isinstance(self.resize, int) else self.resize
         if len(sides) != 2 or min(sides) < 1:
