@@ -207,7 +207,7 @@ def test_images_without_labels_are_compared(folder, monkeypatch, capsys):
         (["out.safetensors"], "was not made from the bundled model, so the bundled images do not fit it: give"),
         (
             ["bare.safetensors", "--data", "images"],
-            "does not record how to prepare images: give `adalog evaluate` a --model",
+            "give `adalog evaluate` a --model, or record it in Python with QuantizedModel.note(preprocessing=...)",
         ),
         (
             ["wrong.safetensors", "--data", "images"],

@@ -151,7 +151,8 @@ def find_preprocessing(file: Path, quantized: QuantizedModel, loaded: zoo.Loaded
         candidates.append((loaded.preprocessing, loaded.name))
     if not candidates:
         raise DataError(
-            f"{file} does not record how to prepare images: give `adalog evaluate` a --model, or quantize it again"
+            f"{file} does not record how to prepare images: give `adalog evaluate` a --model, or record it in Python "
+            "with QuantizedModel.note(preprocessing=...) and save the model again"
         )
     inputs = " and ".join(str(tuple(value.shape[1:])) for value in quantized.example)
     for preprocessing, source in candidates:

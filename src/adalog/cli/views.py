@@ -62,9 +62,9 @@ def census_table(facts: Mapping[str, Any]) -> Table:
 def census_lines(facts: Mapping[str, Any]) -> str:
     """Describe how many sites of each kind there are, which norms do not fold and why, and what stays in float."""
     counts = (
-        f"{facts['linears']} linears, {facts['convs']} convolutions, {facts['qk']} Q K^T, {facts['av']} A V, "
-        f"{len(facts['other_sites'])} other products; {facts['post_gelu']} sites after a GELU, "
-        f"{facts['pairs']} norms fold"
+        f"linears {facts['linears']}, convolutions {facts['convs']}, Q K^T {facts['qk']}, A V {facts['av']}, "
+        f"other products {len(facts['other_sites'])}; sites after a GELU {facts['post_gelu']}, "
+        f"norms that fold {facts['pairs']}"
     )
     return "\n".join([counts, *float_lines(facts["refusals"], facts["float_ops"])])
 
