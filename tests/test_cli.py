@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from torch import nn
 
 import adalog
 from adalog import METHODS, Config, hub
@@ -600,6 +601,16 @@ def test_only_what_runs_in_integers_is_exported(artifacts_place, monkeypatch, ca
     say(monkeypatch, capsys, *quantize, "--pin", "*=32", "-o", "float.safetensors")
     code, error = call(monkeypatch, capsys, "export", "float.safetensors", "-o", "float.onnx")
     assert (code, "nothing to export" in error) == (2, True), error
+
+
+@pytest.mark.parametrize("command", ["export", "pack"])
+def test_a_file_that_does_not_run_in_integers_is_named(artifacts_place, monkeypatch, capsys, command):
+    made = artifacts_place / "paper.safetensors"
+    if not made.exists():
+        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.GELU(), nn.Linear(8, 3))
+        adalog.quantize(model, torch.rand(32, 3, 8, 8), adalog.Config.preset("w4a4", "adalog-paper")).save(made)
+    error = refusal(monkeypatch, capsys, command, made, "-o", artifacts_place / "paper.out")
+    assert "paper.safetensors" in error.split(": site 3 has logarithmic codes with float levels")[0]
 
 
 def test_a_card_tells_only_of_files_that_are_there(artifacts_place):

@@ -55,7 +55,9 @@ def command(
     check_outputs(out, sidecar, json_out, reads=(file,))
     content = artifact.read(file)
     quantized = artifact.deserialise(content, str(file))
-    if not Compiled(quantized, "reference").sites:
+    with naming_file(file, "cannot be exported"):
+        sites = Compiled(quantized, "reference").sites
+    if not sites:
         raise DataError(
             f"{file} has no site that runs in integers, so there is nothing to export: quantize more of the model"
         )

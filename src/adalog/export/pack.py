@@ -46,7 +46,10 @@ def to_pack(
             f"{path} takes inputs of {dtypes[0]}, but a pack takes float32 inputs only: quantize the model with "
             "float32 inputs"
         )
-    compiled = Compiled(quantized, "native", threads=1)
+    try:
+        compiled = Compiled(quantized, "native", threads=1)
+    except ArtifactError as cause:
+        raise ArtifactError(f"adalog cannot pack {path}: {cause}") from cause
     digest, tensors, tapes = hashlib.sha256(content).hexdigest(), parse_safetensors(content), []
     batches = sorted(set(batches))
     for batch in batches:
