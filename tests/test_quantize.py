@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -360,6 +361,12 @@ def test_a_pattern_without_a_site_names_the_closest(calibration):
         ValueError, match=r"no site's name matches 'blocks.0.mpl.fc1'; the closest are blocks.0.mlp.fc1"
     ):
         calibration.quantize(kept(("head", 8), ("blocks.0.mpl.fc1", 8)))
+
+
+@pytest.mark.parametrize(("pattern", "bits"), [("head", "s4"), ("*.qk", "w4i4")])
+def test_pinned_bits_of_operands_that_no_site_has(calibration, pattern, bits):
+    with pytest.raises(ValueError, match=re.escape(f"'{bits}' has no effect on '{pattern}', because no site that")):
+        calibration.quantize(kept((pattern, bits)))
 
 
 # --- float operands --------------------------------------------------------------------------------------------------

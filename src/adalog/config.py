@@ -293,7 +293,7 @@ class Config:
             return self
         widths: dict[str, Any] = {}
         for bits in matching:
-            widths |= _pinned_widths(bits)
+            widths |= pinned_widths(bits)
         return dataclasses.replace(self, **widths, pinned=())
 
     @staticmethod
@@ -385,7 +385,7 @@ def power_law_format(kind: PostSoftmax, bits: int, config: Config, offset: float
     )
 
 
-def _pinned_widths(bits: int | str) -> dict[str, int]:
+def pinned_widths(bits: int | str) -> dict[str, int]:
     """Return the fields of `Config` that pinned bits set. Raises ValueError for text of another form."""
     if isinstance(bits, int):
         return dict.fromkeys(("weight_bits", "activation_bits", "softmax_bits", "input_bits"), bits)
@@ -407,7 +407,7 @@ def _check_pinned(pinned: object) -> None:
         if not isinstance(entry[1], str):
             check_bits(f"pinned bits of {entry[0]!r}", entry[1])
             continue
-        for name, width in _pinned_widths(entry[1]).items():
+        for name, width in pinned_widths(entry[1]).items():
             check_bits(f"pinned {name} of {entry[0]!r}", width)
 
 

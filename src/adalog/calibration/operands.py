@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adalog.calibration.observe import Request
-from adalog.config import Config, power_law_format, uniform_format, weight_format
+from adalog.config import Config, pinned_widths, power_law_format, uniform_format, weight_format
 from adalog.errors import CalibrationError
 from adalog.graph.activations import GELUS, POWER_LAW_ACTIVATIONS
 from adalog.graph.convolution import conv_geometry, patch_view
@@ -31,14 +31,21 @@ _ROWS = 1 << 17
 
 
 def check_pinned(config: Config, sites: Sequence[Site]) -> None:
-    """Raise ValueError if a pattern of `pinned` matches no site."""
+    """Raise ValueError if a pattern of `pinned` matches no site, or only sites without operands of these kinds."""
     names = [site.name for site in sites]
-    for pattern, _ in config.pinned:
-        if not any(fnmatchcase(name, pattern) for name in names):
+    for pattern, bits in config.pinned:
+        matching = [site for site in sites if fnmatchcase(site.name, pattern)]
+        if not matching:
             similar = difflib.get_close_matches(pattern, names, 3, 0) or ["none"]
             raise ValueError(
                 f"pinned: no site's name matches {pattern!r}; the closest are {', '.join(similar)} "
                 "(`adalog inspect MODEL` lists all sites; * matches any characters)"
+            )
+        kinds = {kind for site in matching for kind in operand_kinds(site.role, site.left_source.kind)}
+        if not any(f"{kind}_bits" in pinned_widths(bits) for kind in kinds):
+            raise ValueError(
+                f"pinned: {bits!r} has no effect on {pattern!r}, because no site that matches has such an operand: use "
+                "w for weights, a for activations, s for attention after softmax, i for the input image"
             )
 
 
