@@ -391,7 +391,7 @@ CASES = [
     (["evaluate", "out.safetensors"], "out.safetensors is not an adalog artifact"),
     (["inspect", "damaged.safetensors"], "damaged.safetensors is not an adalog artifact"),
     (["bench", "damaged.safetensors"], "damaged.safetensors is not an adalog artifact"),
-    (["inspect", "own.py"], "own.py is not an adalog artifact"),
+    (["inspect", "own.py"], "own.py has to be followed by the function that makes the model: give own.py:function"),
     # other commands
     (["cost", "own.py:branching"], "Branching could not be exported"),
     (["cost", "x.safetensors", "--no-pretrained"], "path.py:function), not to x.safetensors: leave them out"),

@@ -150,7 +150,7 @@ def is_model(text: str) -> bool:
         exists = Path(text).exists()
     except OSError:  # the text is too long for a file name
         exists = False
-    return text == "demo" or (":" in text and not exists)
+    return text == "demo" or text.endswith(".py") or (":" in text and not exists)
 
 
 # --- from a name to a model -------------------------------------------------------------------------------------------
@@ -187,6 +187,8 @@ def _build(spec: str, pretrained: bool, weights: bool, classes: int | None = Non
                 f"--no-pretrained has no effect on {spec}, whose function creates its own weights: leave it out"
             )
         return _call(Path(path), function)
+    if spec.endswith(".py"):
+        raise DataError(f"{spec} has to be followed by the function that makes the model: give {spec}:function")
     raise DataError(f"unknown model {spec!r}: give {KINDS}")
 
 
