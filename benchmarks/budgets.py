@@ -116,8 +116,8 @@ def measure(given: argparse.Namespace, work: Path) -> None:
     def reference() -> torch.Tensor:
         return torch.tensor(finished("fp32", {}, lambda: case.classes(case.model, 1).tolist()))
 
-    def judge(model: QuantizedModel) -> dict[str, Any]:
-        runs, executor, at_once = quickest(model, 1)
+    def judge(quantized: QuantizedModel) -> dict[str, Any]:
+        runs, executor, at_once = quickest(quantized, 1)
         result = score(case.classes(runs, at_once), case.labels, reference())
         assert result.top1 is not None
         found = {"top1": result.top1.value, "agreement": result.agreement, "executor": executor}
@@ -137,8 +137,8 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         row = {"bits": bits, "method": method, "seed": seed, "judged": count}
         row |= {"bytes_uniform": size, "bytes_budget": chosen.bytes}
         row |= {"bops_uniform": bops, "bops_budget": chosen.bops, "foretold": chosen.plan.totals.loss}
-        for name, model in (("uniform", uniform), ("budget", chosen.model)):
-            row |= {f"{what}_{name}": value for what, value in judge(model).items()}
+        for name, quantized in (("uniform", uniform), ("budget", chosen.model)):
+            row |= {f"{what}_{name}": value for what, value in judge(quantized).items()}
         print({key: value for key, value in row.items() if "_" in key}, file=sys.stderr)
         return row
 

@@ -3,7 +3,7 @@
 from benchmarks.publish import RESULTS, markdown_table, read, source
 from experiments.markdown import markdown
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
@@ -24,6 +24,8 @@ CURRENT = {
 SHORTER = {model: f"{name}-shorter" for model, name in CURRENT.items()}
 # With a training of blocks after today's correction. DeiT-T and TinyViT took earlier rates for the whole model.
 BLOCKS = {model: f"{name}-blocks" for model, name in CURRENT.items()}
+# With widths within a budget.
+BUDGETS = {"the bundled ViT": "budgets-demo", "TinyViT": "budgets-realbench"}
 # By earlier defaults. TinyViT was measured in several runs: a second seed on another processor, other widths, and from
 # 128 images.
 TINY = (
@@ -198,29 +200,41 @@ def _format_table(name: str, how: str) -> str:
 def budgets_table() -> str:
     """Return models of one width compared with models whose widths are chosen at no more bytes and BOPs."""
     lines, notes = [], []
-    for model, file in (("the bundled ViT", "budgets-demo"), ("TinyViT", "budgets-realbench")):
-        result = read(file)
-        key = file.partition("-")[2]
-        rows = result[key]
-        for bits, method in dict.fromkeys((row["bits"], row.get("method", "adalog")) for row in rows):
-            same = [row for row in rows if (row["bits"], row.get("method", "adalog")) == (bits, method)]
-            # One width for all is always quantized by `adalog`, whose bytes and BOPs are the limits of every method.
-            kinds = [("uniform", "one for all")] if method == "adalog" else []
-            for kind, words in (*kinds, ("budget", "**chosen**")):
-                size, bops = (mean(row[f"{name}_{kind}"] for row in same) for name in ("bytes", "bops"))
-                loss = f"{mean(row[f'kl_{kind}'] for row in same):.4f}" if f"kl_{kind}" in same[0] else ""
-                shares = [
-                    f"{100 * mean(row[f'{name}_{kind}'] for row in same):.1f} %" for name in ("agreement", "top1")
-                ]
-                lines.append(
-                    [model, bits.upper(), f"`{method}`", words, f"{size / 1e6:.2f}", f"{bops / 1e9:.2f}", loss, *shares]
-                )
+    for model, name in BUDGETS.items():
+        result = read(name)
+        rows = [{"method": "adalog", **row} for row in result[name.partition("-")[2]]]
+        for bits, method in dict.fromkeys((row["bits"], row["method"]) for row in rows):
+            same = [row for row in rows if (row["bits"], row["method"]) == (bits, method)]
+            # `adalog` with one width for all sets the limits of every method. A training with one width is in a file
+            # of its own.
+            if method == "adalog":
+                lines.append([model, bits.upper(), f"`{method}`", "one for all", *_budget_cells(same, "uniform")])
+            else:
+                trained = [row for row in read(CURRENT[model])["rows"] if row["stage"] == "end-to-end-alone"]
+                shares = _shares([row for row in trained if (row["bits"], row["seed"]) == (bits, 0)], "")
+                lines.append([model, bits.upper(), f"`{method}`", "one for all", "", "", "", *shares])
+            lines.append([model, bits.upper(), f"`{method}`", "**chosen**", *_budget_cells(same, "budget")])
         seeds = len({row["seed"] for row in rows})
         notes.append(
             f"{model[0].upper()}{model[1:]}: {'one seed' if seeds == 1 else f'means of {seeds} seeds'}, 32 images that "
             f"calibrate and {result['judged_by']} that choose; rank correlation of predicted and measured losses over "
-            f"{len(result['mixes'])} random mixes of widths: {result['spearman'][key]:.2f}."
+            f"{len(result['mixes'])} random mixes of widths: {result['spearman'][name.partition('-')[2]]:.2f}."
         )
-    note = f"The limits are the bytes and BOPs that the same search takes with one width for all. {' '.join(notes)}"
+    note = (
+        f"The limits are the bytes and BOPs that `adalog` takes with one width for all. {' '.join(notes)} `adalog++` "
+        "with one width for all is that of the [stages](stages.md), from the same seed."
+    )
     heads = ["model", "bits", "method", "widths", "file [MB]", "GBOPs", "KL [nats]", "agreement", "top-1"]
-    return f"{markdown_table(heads, lines)}\n\n{note} {source('budgets-demo', 'budgets-realbench')}"
+    return f"{markdown_table(heads, lines)}\n\n{note} {source(*BUDGETS.values())}"
+
+
+def _budget_cells(rows: Sequence[Mapping[str, Any]], kind: str) -> list[str]:
+    """Return the means of some rows for models of this kind: "uniform" or "budget"."""
+    size, bops = (mean(row[f"{name}_{kind}"] for row in rows) for name in ("bytes", "bops"))
+    loss = f"{mean(row[f'kl_{kind}'] for row in rows):.4f}" if f"kl_{kind}" in rows[0] else ""
+    return [f"{size / 1e6:.2f}", f"{bops / 1e9:.2f}", loss, *_shares(rows, f"_{kind}")]
+
+
+def _shares(rows: Sequence[Mapping[str, Any]], suffix: str) -> list[str]:
+    """Return the mean agreement and top-1 of some rows."""
+    return [f"{100 * mean(row[f'{name}{suffix}'] for row in rows):.1f} %" for name in ("agreement", "top1")]
