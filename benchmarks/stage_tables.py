@@ -25,7 +25,7 @@ SHORTER = {model: f"{name}-shorter" for model, name in CURRENT.items()}
 # With a training of blocks after today's correction. DeiT-T and TinyViT took earlier rates for the whole model.
 BLOCKS = {model: f"{name}-blocks" for model, name in CURRENT.items()}
 # With widths within a budget.
-BUDGETS = {"the bundled ViT": "budgets-demo", "TinyViT": "budgets-realbench"}
+BUDGETS = {"the bundled ViT": "budgets-demo", "DeiT-T": "budgets-deit_tiny", "TinyViT": "budgets-realbench"}
 # By earlier defaults. TinyViT was measured in several runs: a second seed on another processor, other widths, and from
 # 128 images.
 TINY = (
