@@ -51,7 +51,7 @@ def front_page_table() -> str:
     lines = [cells(label(method), full["top1"], [rows[method, width] for width in widths]) for method in FRONT_PAGE]
     lines[0] = [f"**{cell}**" for cell in lines[0]]
     exact, *figures = (
-        find_published("1", model, width, method, None)["top1"] / 100
+        find_published("1", model, width, method)["top1"] / 100
         for width, method in (("fp32", "fp32"), *((width, "adalog") for width in widths))
     )
     lines.append(cells("AdaLog as published, on all of ImageNet's validation set", exact, figures))

@@ -201,8 +201,8 @@ def budgets_table() -> str:
     """Return models of one width compared with models whose widths are chosen at no more bytes and BOPs."""
     lines, notes = [], []
     for model, name in BUDGETS.items():
-        result = read(name)
-        rows = [{"method": "adalog", **row} for row in result[name.partition("-")[2]]]
+        result, key = read(name), name.partition("-")[2]
+        rows = [{"method": "adalog", **row} for row in result[key]]
         for bits, method in dict.fromkeys((row["bits"], row["method"]) for row in rows):
             same = [row for row in rows if (row["bits"], row["method"]) == (bits, method)]
             # `adalog` with one width for all sets the limits of every method. A training with one width is in a file
@@ -218,7 +218,7 @@ def budgets_table() -> str:
         notes.append(
             f"{model[0].upper()}{model[1:]}: {'one seed' if seeds == 1 else f'means of {seeds} seeds'}, 32 images that "
             f"calibrate and {result['judged_by']} that choose; rank correlation of predicted and measured losses over "
-            f"{len(result['mixes'])} random mixes of widths: {result['spearman'][name.partition('-')[2]]:.2f}."
+            f"{len(result['mixes'])} random mixes of widths: {result['spearman'][key]:.2f}."
         )
     note = (
         f"The limits are the bytes and BOPs that `adalog` takes with one width for all. {' '.join(notes)} `adalog++` "

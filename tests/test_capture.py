@@ -587,7 +587,10 @@ def test_a_single_image_serves(tiny):
         (lambda m, x: x.add(0).diagonal(0, 2, 3).add_(1), "Toy uses .*aten.diagonal.default.* cannot store or run"),
         (lambda m, x: x.add(0).unbind(1)[0].add_(1), r"Toy writes through getitem at .*: make a new tensor there"),
         (lambda m, x: x.view(2, -1), "Toy turns the number of images into a fixed number at"),
-        (lambda m, x: x + 1 if x.mean() > 0 else x - 1, "Toy could not be exported, because it decides by the values"),
+        (
+            lambda m, x: x + 1 if x.mean() > 0 else x - 1,
+            "Toy could not be exported, because it decides by the values of tensors",
+        ),
         (lambda m, x: F.dropout(x, training=True), "behaves differently from call to call"),
         (lambda m, x: Unknown(x), "could not be exported"),
         (lambda m, x: {0: x * 2, 1: x}, r"a dict with the keys \[0, 1\]: use strings as keys"),

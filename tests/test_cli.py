@@ -330,6 +330,8 @@ CASES = [
         "unknown model 'resnet50': give timm:NAME, torchvision:NAME, hf:DIR, hf:ID, demo, or path.py",
     ),
     (quantize_of("own.py:broken"), "own.py:broken failed: no [luck] today; correct it"),
+    (quantize_of("own.py:nothing"), "own.py has no function 'nothing': it has"),
+    (quantize_of("none.py:model"), "none.py cannot be read: No such file or directory"),
     (
         quantize_of("own.py:branching"),
         "Branching could not be exported, because it decides by the values of tensors at own.py:",
@@ -356,12 +358,20 @@ CASES = [
     (quantize_of(SMALL, "--reconstruct-steps", 9), "no stage trains, so its steps cannot change: choose the method"),
     # choices
     (quantize_of(SMALL, "--bits", "w1a4"), "weight_bits = 1 is not a whole number from 2 to 8, or 32 for float"),
+    (quantize_of(SMALL, "--bits", "w9a9"), "weight_bits = 9 is not a whole number from 2 to 8"),
+    (quantize_of(SMALL, "--bits", "w4a4s1"), "softmax_bits = 1 is not a whole number from 2 to 8"),
     (quantize_of(SMALL, "--bits", "w4"), "bits = 'w4' is not of the form w4a4 or w4a4s3"),
+    (quantize_of(SMALL, "--bits", "4"), "bits = '4' is not of the form w4a4 or w4a4s3"),
     (
         quantize_of(SMALL, "--method", "magic"),
         "method = 'magic' is not one of uniform, uniform-tensor, symmetric, log2, log-sqrt2, adalog",
     ),
     (quantize_of(SMALL, "--pin", "head"), "--pin 'head' is not of the form GLOB=BITS"),
+    (
+        quantize_of(SMALL, "--pin", "head=9"),
+        "pinned bits of 'head' = 9 is not a whole number from 2 to 8, or 32 for float",
+    ),
+    (quantize_of(SMALL, "--pin", "head=w4b8"), "pinned bits 'w4b8' are not of the form 8, w4a8, w4, a8s4 or i4"),
     (quantize_of(SMALL, "--pin", "hat=8"), "pinned: no site's name matches 'hat'; the closest are"),
     (quantize_of(SMALL, "--device", "abacus"), "--device 'abacus' is not available on this machine: choose from cpu"),
     (quantize_of(SMALL, "--device", "cuda:99"), "--device 'cuda:99' is not available on this machine: choose from cpu"),
@@ -384,6 +394,7 @@ CASES = [
     (["evaluate", "x.safetensors", "--json", "x.safetensors"], f"x.safetensors {TAKEN}"),
     (["bench", "x.safetensors", "--json", "x.safetensors"], f"x.safetensors {TAKEN}"),
     # artifacts
+    (["evaluate", "damaged.safetensors"], "damaged.safetensors is not an adalog artifact"),
     (["evaluate", "missing.safetensors"], "missing.safetensors cannot be read: No such file or directory"),
     (["inspect", "missing.safetensors"], "missing.safetensors cannot be read: No such file or directory"),
     (["inspect", "[/name].safetensors"], "[/name].safetensors cannot be read"),
@@ -401,7 +412,10 @@ CASES = [
         ["inspect", "own.py:small", "--bytes"],
         "--bytes needs an artifact, and own.py:small is a model: quantize it first",
     ),
+    (["cost", "tim:vit"], "unknown model 'tim:vit': give timm:NAME"),
+    (["cost", "missing.safetensors"], "missing.safetensors cannot be read: No such file or directory"),
     (["inspect", "hf:."], ". has no config.json"),
+    (["inspect", "demo", "--checkpoint", "none.pt"], "none.pt cannot be read: No such file or directory"),
     (["inspect", "demo", "--checkpoint", "own.py"], "own.py is damaged, or contains more than tensors"),
     (["evaluate", "x.safetensors", "--no-pretrained"], "apply to the full-precision model: add --model"),
     (["evaluate", "x.safetensors", "--support", "."], "--support needs the images of --data: give both"),

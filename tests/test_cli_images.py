@@ -46,10 +46,10 @@ def outputs(tmp_path_factory):
     (folder / "own.py").write_text(CLASSIFIER)
     generator = np.random.default_rng(0)
     for index in range(28):
-        path = folder / "images" / ("asked" if index % 2 else "known") / f"{index}.png"
+        path = folder / "images" / ("recorded" if index % 2 else "known") / f"{index}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(generator.integers(0, 256, (10, 12, 3), dtype=np.uint8)).save(path)
-    rows = [f"{'asked' if index % 2 else 'known'}/{index}.png,{index % 7}" for index in range(28)]
+    rows = [f"{'recorded' if index % 2 else 'known'}/{index}.png,{index % 7}" for index in range(28)]
     (folder / "images" / "labels.csv").write_text("\n".join(["file,label", *rows]))
     loaded = zoo.load_model(f"{folder / 'own.py'}:model")
     found = find_images(folder / "images")
@@ -71,7 +71,7 @@ def folder(outputs):
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def recorded(monkeypatch):
     """What `adalog.quantize` is given by the command, which then stops: its config, and its arguments by name."""
     given = {}
 
@@ -207,7 +207,7 @@ def test_images_without_labels_are_compared(folder, monkeypatch, capsys):
         (["out.safetensors"], "was not made from the bundled model, so the bundled images do not fit it: give"),
         (
             ["bare.safetensors", "--data", "images"],
-            "give `adalog evaluate` a --model, or record it in Python with QuantizedModel.note(preprocessing=...)",
+            "does not record how to prepare images: give `adalog evaluate` a --model, or record it in Python with",
         ),
         (
             ["wrong.safetensors", "--data", "images"],
@@ -307,23 +307,23 @@ def test_options_of_a_training(folder, tmp_path, monkeypatch, capsys):
     assert (training["iterations"], training["batch"]) == (3, 2)
 
 
-def test_pins_are_kept_in_order(asked, tmp_path, monkeypatch, capsys):
+def test_pins_are_kept_in_order(recorded, tmp_path, monkeypatch, capsys):
     call(monkeypatch, capsys, "quantize", "demo", "-o", tmp_path / "out", "--pin", "head=8", "--pin", "*.qk=32")
-    assert asked["config"].pinned == (("head", 8), ("*.qk", 32))
+    assert recorded["config"].pinned == (("head", 8), ("*.qk", 32))
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_what_is_left_of_an_earlier_run(asked, tmp_path, monkeypatch, capsys, resume):
+def test_what_is_left_of_an_earlier_run(recorded, tmp_path, monkeypatch, capsys, resume):
     """It is handed on to go on with, and never taken away unasked."""
     partial = tmp_path / "out.safetensors.partial"
     partial.write_text("left")
     arguments = ["quantize", "demo", "--out", tmp_path / "out.safetensors", *["--resume"] * resume]
     code, message = call(monkeypatch, capsys, *arguments)
     if resume:
-        assert (code, message, asked["partial"]) == (2, "error: enough\n", partial)
+        assert (code, message, recorded["partial"]) == (2, "error: enough\n", partial)
     else:
         told = f"error: {partial} holds results of an unfinished run: continue it with --resume, or remove the file\n"
-        assert (code, message, asked) == (2, told, {})
+        assert (code, message, recorded) == (2, told, {})
     assert partial.read_text() == "left"
 
 
@@ -338,9 +338,9 @@ def test_what_is_left_of_an_earlier_run(asked, tmp_path, monkeypatch, capsys, re
         pytest.param("7 MB", 7_000_000, marks=pytest.mark.slow),
     ],
 )
-def test_a_size_of_memory(asked, monkeypatch, capsys, tmp_path, text, size):
+def test_a_size_of_memory(recorded, monkeypatch, capsys, tmp_path, text, size):
     code, _ = call(monkeypatch, capsys, "quantize", "demo", "--memory", text, "--out", tmp_path / "out")
-    assert (code, asked["memory"]) == (2, size)
+    assert (code, recorded["memory"]) == (2, size)
 
 
 @pytest.mark.parametrize("text", ["", "much", "-1GB", "2 gb", "1e9", "2GBs", "GiB", "1..5GB", "٣GB", "9" * 400])

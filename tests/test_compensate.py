@@ -36,7 +36,7 @@ from adalog.quantizers import UniformQuantizer
 from adalog.quantizers.elementwise import codes_in_turn
 from adalog.study.evaluate import predict
 from strategies import normal
-from toys import Toy, distance, values_made
+from toys import Toy, all_values, distance
 
 
 def correlated(rows, columns, seed=0):
@@ -403,7 +403,7 @@ def test_a_stream_is_fitted_to_what_it_lacks(pool, searched):
     floats = Values(program, [pool[:24]], blocks=pieces)
     quantized = Values(rewrite(program, before), [pool[:24]], blocks=pieces, like=floats)
     seen = compensate._collect_moments(floats, quantized, start, group, rewrite(program, before), {}, stream)
-    values = [values_made(each, [pool[:24]]) for each in (program, rewrite(program, before))]
+    values = [all_values(each, [pool[:24]]) for each in (program, rewrite(program, before))]
     lacks = (values[0][stream[0]] - values[1][stream[1]]).double().flatten(0, 1)
     both = seen.fit + seen.held
     assert torch.allclose(both.y[0] / both.count + seen.origin[1][0], lacks.mean(0), atol=1e-4)
@@ -542,7 +542,7 @@ def test_a_value_without_images_is_quantized_wherever_it_is_read():
     choices = Correction(compensate=False, robust=False)
     found = correct(calibration.program, [images], calibration.assign(LOW), choices)
     programs = calibration.program, rewrite(calibration.program, found)
-    values = [values_made(program, [images]) for program in programs]
+    values = [all_values(program, [images]) for program in programs]
     for group, assignment in found:
         if group.name in ("one", "two"):
             exact, given = (seen[group.nodes[0]].flatten(0, -2) for seen in values)

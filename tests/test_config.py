@@ -411,6 +411,12 @@ def test_fields_that_were_added_later_are_stored_only_if_they_differ_from_their_
     assert stored["per_group"] is False
 
 
+def test_ranges_can_be_evolved_with_any_search():
+    config = Config(stages=(Evolution(passes=1),), search=RangeSearch(), post_softmax="uniform", post_gelu="uniform")
+    assert Config.from_json(config.to_json()) == config
+    assert hash(config) == hash(Config.from_json(config.to_json()))
+
+
 def test_training_takes_other_steps_and_batches():
     config = Config.preset("w4a4", "adalog++")
     correction, training = config.stages

@@ -21,7 +21,7 @@ from adalog.graph.program import Program
 from adalog.graph.sites import find_sites
 from adalog.graph.tracing import trace
 from stored import serialise
-from toys import Toy, values_made
+from toys import Toy, all_values
 
 IMAGES = torch.randn(33, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 CONFIG = Config(images=33, search=Search(rounds=1, steps=1), stages=())
@@ -104,10 +104,10 @@ NAMES = ["demo", pytest.param("timm_swin", marks=pytest.mark.slow), "folded"]
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("share", [1.5, 0.45])
-def test_values_of_batches_are_those_of_all_images_values_made(name, share):
+def test_values_of_batches_are_those_of_all_images_at_once(name, share):
     program = MODELS[name]()
     seen = observed(program, [IMAGES], int(size_of(program, [IMAGES]) * share))
-    expected = values_made(program, [IMAGES])
+    expected = all_values(program, [IMAGES])
     numbers = []
     for need in needs_of(program):
         assert seen.stride(need.names) == 1
@@ -177,7 +177,7 @@ def test_parts_in_order_cost_one_forward(share, computed):
 @pytest.mark.slow
 def test_parts_may_be_asked_for_in_any_order_and_by_threads():
     program = MODELS["demo"]()
-    expected, needs = values_made(program, [IMAGES]), needs_of(program)
+    expected, needs = all_values(program, [IMAGES]), needs_of(program)
     seen = observed(program, [IMAGES], size_of(program, [IMAGES]) // 3)
     some = [needs[index] for index in (2, 7, len(needs) - 1)]
     assert len({seen.stage(need.names) for need in some}) == 3
@@ -220,7 +220,7 @@ def test_several_inputs_and_sizes_go_with_their_images():
     mask = torch.rand(33, 1, 32, 32, generator=torch.Generator().manual_seed(2)) < 0.7
     inputs = (IMAGES, mask | torch.eye(32, dtype=torch.bool), torch.arange(33) % 5)
     program = capture(model, inputs)
-    expected = values_made(program, inputs)
+    expected = all_values(program, inputs)
     seen = observed(program, inputs, int(size_of(program, inputs) * 0.95))
     needs = needs_of(program)
     for need in needs:
@@ -238,10 +238,10 @@ def test_several_inputs_and_sizes_go_with_their_images():
         pytest.param(lambda x: x.flatten(0, 1)[None] + x[:, :1, :1], marks=pytest.mark.slow),  # in two dimensions
     ],
 )
-def test_what_batches_cannot_give_is_computed_values_made(mixed):
+def test_what_batches_cannot_give_is_computed_at_once(mixed):
     model = Toy(lambda m, x: m.two(mixed(m.one(x[:, 0]))), one=tail(32), two=tail(32)).eval()
     program = capture(model, IMAGES)
-    expected = values_made(program, [IMAGES])
+    expected = all_values(program, [IMAGES])
     seen = observed(program, [IMAGES], size_of(program, [IMAGES]) // 2)
     needs = needs_of(program)
     assert seen.stage(needs[-1].names) > 0
@@ -256,7 +256,7 @@ def test_of_a_large_operand_every_nth_row_or_window_is_kept(name):
     """The same ones as of all images at once; of a product's operands, the same windows."""
     program = MODELS[name]()
     images = torch.cat([IMAGES] * 3)[:97]
-    expected = values_made(program, [images])
+    expected = all_values(program, [images])
     seen = observed(program, [images], size_of(program, [images]) // 8)
     strides = set()
     for need in needs_of(program):
@@ -347,7 +347,7 @@ def test_few_rows_of_many_find_as_good_quantizers():
 def test_a_request_for_fewer_rows_takes_them_whatever_the_memory():
     program = MODELS["demo"]()
     needs = [replace(need, stride=2) for need in needs_of(program)]
-    seen, expected = Observations(program, [IMAGES], needs, 1 << 30), values_made(program, [IMAGES])
+    seen, expected = Observations(program, [IMAGES], needs, 1 << 30), all_values(program, [IMAGES])
     strides = [seen.stride(need.names) for need in needs]
     for need, stride in zip(needs, strides, strict=True):
         for name, kept in seen.read(need.names).items():

@@ -369,6 +369,13 @@ def test_pinned_bits_of_operands_that_no_site_has(calibration, pattern, bits):
         calibration.quantize(kept((pattern, bits)))
 
 
+def test_a_model_without_attention_takes_pinned_bits_after_softmax():
+    """As a part of a detector does, whose backbone has them."""
+    model = Toy(lambda m, x: m.fc(x.flatten(1)), fc=nn.Linear(48, 3)).eval()
+    result = Calibration(model, torch.randn(4, 3, 4, 4)).quantize(kept(("*", "s3")))
+    assert widths(result) == {"fc": ("4-bit", "4-bit")}
+
+
 # --- float operands --------------------------------------------------------------------------------------------------
 
 

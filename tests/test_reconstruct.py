@@ -33,7 +33,7 @@ from adalog.study.evaluate import predict
 from recorded import Operations, like_an_accelerator, record, without_data
 from stored import deserialise, serialise
 from strategies import normal
-from toys import TOKENS, Toy, distance, tokens_config, values_made
+from toys import TOKENS, Toy, all_values, distance, tokens_config
 from zoo import timm_vit
 
 pytestmark = pytest.mark.usefixtures("captured_once")
@@ -451,10 +451,11 @@ def test_choices_that_cannot_be_are_refused():
         ("loss", "cross-entropy"),
         ("drop", 1.0),
         ("rate", 0),
-        ("scope", "site"),
     ):
         with pytest.raises(ValueError, match=f"^{field} = {value!r} is not "):
             Config(stages=(replace(STAGE, **{field: value}),))
+    with pytest.raises(ValueError, match="scope = 'site' is not one of block, model"):
+        replace(WHOLE_MODEL, scope="site")
     for stages in ((STAGE, Correction()), (STAGE, STAGE), (STAGE, adalog.Evolution()), (Correction(), Correction())):
         with pytest.raises(ValueError, match="at most one Correction, then one Reconstruction of blocks"):
             Config(stages=stages)
@@ -657,7 +658,7 @@ def test_a_block_is_judged_with_all_that_is_quantized_in_it(pool, monkeypatch):
     before = calibration.assign(LOW)
     reconstruct(calibration.program, [images], before, replace(STAGE, images=16))
     programs = calibration.program, rewrite(calibration.program, before)
-    values = [values_made(program, [images[7::8]]) for program in programs]
+    values = [all_values(program, [images[7::8]]) for program in programs]
     assert len(judged) == 4  # the stem, two blocks and the head
     for name, error in judged.items():
         exact, quantized = (made[name] for made in values)

@@ -25,7 +25,7 @@ from adalog.graph.sites import (
     minimum_of,
 )
 from adalog.quantizers import Assignment, Fold
-from toys import IMAGES, SMALL_IMAGES, Attention, Toy, Unbound, values_made
+from toys import IMAGES, SMALL_IMAGES, Attention, Toy, Unbound, all_values
 
 
 def count(model, images):
@@ -400,7 +400,7 @@ def test_pieces_of_a_vit_are_attentions_and_mlps():
 def test_a_block_reads_its_value_and_what_no_image_changes(name):
     """Outside its own nodes: the value in, tensors, and numbers or tables that are the same for other images."""
     _, program = zoo.captured(name)
-    seen = [values_made(program, [images]) for images in (IMAGES, IMAGES.flip(0))]
+    seen = [all_values(program, [images]) for images in (IMAGES, IMAGES.flip(0))]
     for block in (*find_blocks(program), *find_pieces(program)):
         inside = set(block.nodes)
         outside = {ref for node in program.nodes if node.name in inside for ref in node.refs()} - inside

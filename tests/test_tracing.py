@@ -8,7 +8,7 @@ import zoo
 from adalog.graph.capture import capture
 from adalog.graph.program import Program
 from adalog.graph.tracing import channels_in_views, close, image_axes, keeps_images_apart, sizes, trace
-from toys import IMAGES, Toy, values_made
+from toys import IMAGES, Toy, all_values
 
 
 def shape_of(value):
@@ -22,7 +22,7 @@ def shape_of(value):
 def test_a_trace_has_the_shapes_of_a_run(name):
     _, program = zoo.captured(name)
     images = torch.randn(3, *zoo.IMAGES.shape[1:])
-    run = {**program.tensors, **values_made(program, [images])}
+    run = {**program.tensors, **all_values(program, [images])}
     for traced in (trace(program, [images]), trace(program, [images[:1]], 3)):
         assert {key: shape_of(value) for key, value in traced.items()} == {
             key: shape_of(value) for key, value in run.items()
@@ -57,8 +57,8 @@ def test_images_lie_along_their_axis(name):
     """What three images have together is what each has alone, along the axis that was found."""
     _, program = zoo.captured(name)
     images = torch.randn(3, *zoo.IMAGES.shape[1:])
-    axes, together = image_axes(program, [images]), {**program.tensors, **values_made(program, [images])}
-    alone = [{**program.tensors, **values_made(program, [image])} for image in images.split(1)]
+    axes, together = image_axes(program, [images]), {**program.tensors, **all_values(program, [images])}
+    alone = [{**program.tensors, **all_values(program, [image])} for image in images.split(1)]
     assert axes.keys() == {key for key, value in together.items() if isinstance(value, torch.Tensor)}
     for key, axis in axes.items():
         for index, values in enumerate(alone):

@@ -21,7 +21,7 @@ from adalog.graph.stretches import cut
 from adalog.graph.tracing import sizes, trace
 from adalog.quantizers import UniformQuantizer
 from test_observe import Held, needs_of, size_of
-from toys import Toy, values_made
+from toys import Toy, all_values
 
 IMAGES = torch.randn(33, 3, 32, 32, generator=torch.Generator().manual_seed(5))
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("timm_swin", "timm_pvt", "hf_vit")]
@@ -34,7 +34,7 @@ def close(actual, expected):
 
 def size_of_all(program, blocks=None):
     """Bytes that the inputs of all blocks take, or those of some."""
-    values = values_made(program, [IMAGES])
+    values = all_values(program, [IMAGES])
     return sum(values[block.value_in].numel() * 4 for block in blocks or find_blocks(program))
 
 
@@ -45,7 +45,7 @@ def test_a_block_by_itself_is_that_part_of_the_model(name):
     found = find_blocks(program)
     assert len(found) > 2
     values = Values(program, [zoo.IMAGES], blocks=found)
-    seen = values_made(program, [zoo.IMAGES])
+    seen = all_values(program, [zoo.IMAGES])
     fixed = sizes(trace(program, [zoo.IMAGES]))
     with torch.no_grad():
         for block in found:
@@ -68,7 +68,7 @@ def test_a_block_by_itself_is_that_part_of_the_model(name):
 def test_inputs_within_a_memory_are_those_of_all_images_at_once(name, share):
     """In any order, and whether the input of a block is held or not."""
     _, program = zoo.captured(name)
-    expected, found = values_made(program, [IMAGES]), find_blocks(program)
+    expected, found = all_values(program, [IMAGES]), find_blocks(program)
     values = Values(program, [IMAGES], int(size_of_all(program) * share), found)
     assert values.batch < len(IMAGES) or share > 1
     numbers = range(len(found))
@@ -93,7 +93,7 @@ def test_values_at_three_limits_of_memory(of_starts, of_operands):
     """All are held, or those of one block or stage at a time, or only a part of them: the values stay."""
     _, program = zoo.captured("demo")
     images = torch.cat([IMAGES] * 3)
-    expected, found = values_made(program, [images]), find_blocks(program)
+    expected, found = all_values(program, [images]), find_blocks(program)
     memory = 3 * int(size_of_all(program) * of_starts)
     sizes_of_starts = [4 * expected[block.value_in].numel() for block in found[1:]]
     assert (max(sizes_of_starts) <= held_bytes(memory)) is (of_starts > 0.5)
@@ -149,7 +149,7 @@ def test_the_first_images_are_held_where_not_all_fit(name, monkeypatch):
     """Reading the first images of each block, however often, costs one forward of those that fit."""
     _, program = zoo.captured(name)
     images = torch.cat([IMAGES] * 3)
-    found, expected = find_blocks(program), values_made(program, [images])
+    found, expected = find_blocks(program), all_values(program, [images])
     bytes_of = {block.value_in: 3 * size_of_all(program, [block]) for block in found[1:]}
     limit = 0.3 * max(bytes_of.values())
     values = Values(program, [images], int(limit * 8 / 3), found)
@@ -192,7 +192,7 @@ def test_a_program_may_change_block_by_block(share):
     memory = None if share is None else int(size_of_all(program) * share)
     inside = next(node.name for node in program.nodes if node.name in found[1].nodes and "linear" in node.op)
     changed = quantized_after(program, inside, UniformQuantizer(torch.tensor(0.3), torch.tensor(4.0), 3))
-    before, after = values_made(program, [IMAGES]), values_made(changed, [IMAGES])
+    before, after = all_values(program, [IMAGES]), all_values(changed, [IMAGES])
     values = Values(program, [IMAGES], memory, found)
     first, second = (block.value_in for block in found[1:3])
     values.of([first])
@@ -217,7 +217,7 @@ def test_images_that_mix_go_at_once():
         return y + m.second(y)
 
     program = capture(Toy(mixing, **layers).eval(), IMAGES)
-    expected, found = values_made(program, [IMAGES]), find_blocks(program)
+    expected, found = all_values(program, [IMAGES]), find_blocks(program)
     assert len(found) > 1
     values = Values(program, [IMAGES], size_of_all(program) // 2, found)
     assert values.batch < len(IMAGES)

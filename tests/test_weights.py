@@ -430,7 +430,10 @@ def half_a_file(path, state):
             lambda path, state: save_file({key: state[key] for key in list(state)[5:]}, path),
             "does not fit demo: missing pos_embed, patch_embed.conv1.weight, patch_embed.conv1.bias and 2 more; use",
         ),
-        (lambda path, state: save_file({**state, "extra": torch.ones(1)}, path), "demo: unexpected extra; use"),
+        (
+            lambda path, state: save_file({**state, "extra": torch.ones(1)}, path),
+            "does not fit demo: unexpected extra; use",
+        ),
         (
             lambda path, state: save_file({**state, "head.weight": torch.ones(5, 192)}, path),
             "does not fit demo: wrong shape head.weight [5, 192] instead of [10, 192]; use",

@@ -82,11 +82,11 @@ def distance(model, reference, images):
 
 
 @torch.no_grad()
-def values_made(program, inputs):
+def all_values(program, inputs):
     """These inputs and every value that a program makes of them, by name."""
-    made = dict(zip(program.inputs, inputs, strict=True))
-    program.run(inputs, lambda node, args, result: made.update({node.name: result}))
-    return made
+    values = dict(zip(program.inputs, inputs, strict=True))
+    program.run(inputs, lambda node, args, result: values.update({node.name: result}))
+    return values
 
 
 class Unbound(nn.Module):

@@ -31,8 +31,13 @@ _ROWS = 1 << 17
 
 
 def check_pinned(config: Config, sites: Sequence[Site]) -> None:
-    """Raise ValueError if a pattern of `pinned` matches no site, or only sites without operands of these kinds."""
+    """Raise ValueError if a pattern of `pinned` matches no site, or misses all sites with operands of its kinds."""
     names = [site.name for site in sites]
+
+    def widths_of(sites: Sequence[Site]) -> set[str]:
+        kinds = (operand_kinds(site.role, site.left_source.kind) for site in sites)
+        return {f"{kind}_bits" for pair in kinds for kind in pair}
+
     for pattern, bits in config.pinned:
         matching = [site for site in sites if fnmatchcase(site.name, pattern)]
         if not matching:
@@ -41,8 +46,9 @@ def check_pinned(config: Config, sites: Sequence[Site]) -> None:
                 f"pinned: no site's name matches {pattern!r}; the closest are {', '.join(similar)} "
                 "(`adalog inspect MODEL` lists all sites; * matches any characters)"
             )
-        kinds = {kind for site in matching for kind in operand_kinds(site.role, site.left_source.kind)}
-        if not any(f"{kind}_bits" in pinned_widths(bits) for kind in kinds):
+        widths = pinned_widths(bits).keys()
+        # A detector has parts without such operands, and all of its parts have the same pins.
+        if widths & widths_of(sites) and not widths & widths_of(matching):
             raise ValueError(
                 f"pinned: {bits!r} has no effect on {pattern!r}, because no site that matches has such an operand: use "
                 "w for weights, a for activations, s for attention after softmax, i for the input image"

@@ -46,18 +46,15 @@ def to_pack(
             f"{path} takes inputs of {dtypes[0]}, but a pack takes float32 inputs only: quantize the model with "
             "float32 inputs"
         )
-    try:
-        compiled = Compiled(quantized, "native", threads=1)
-    except ArtifactError as cause:
-        raise ArtifactError(f"adalog cannot pack {path}: {cause}") from cause
     digest, tensors, tapes = hashlib.sha256(content).hexdigest(), parse_safetensors(content), []
     batches = sorted(set(batches))
-    for batch in batches:
-        try:
+    try:
+        compiled = Compiled(quantized, "native", threads=1)
+        for batch in batches:
             tape, tensors[f"{CONSTANTS}/{batch}"] = record(compiled.prepare(batch), digest, batch)
-        except ArtifactError as cause:
-            raise ArtifactError(f"adalog cannot pack {path}: {cause}") from cause
-        tapes.append(tape)
+            tapes.append(tape)
+    except ArtifactError as cause:
+        raise ArtifactError(f"adalog cannot pack {path}: {cause}") from cause
     outputs = list(_describe(tapes[0]["output"]))
     shapes = [output["shape"] for output in outputs]
     if classes is not None and shapes != [[len(classes)]]:
