@@ -1238,7 +1238,9 @@ INLINE void unzip(const Bucket* buckets, const int32_t* numbers, F& thresholds, 
     pairs = wasm_i32x4_shuffle(one, other, 1, 3, 5, 7);
 #elif ADALOG_NEON
     auto two = [&](int i) INLINE_LAMBDA {
-        return vcombine_f32(vld1_f32(&buckets[numbers[i]].threshold), vld1_f32(&buckets[numbers[i + 1]].threshold));
+        int64_t both;  // two numbers take one move to the registers of integers
+        std::memcpy(&both, numbers + i, sizeof both);
+        return vcombine_f32(vld1_f32(&buckets[int32_t(both)].threshold), vld1_f32(&buckets[both >> 32].threshold));
     };
     const float32x4_t one = two(0), other = two(2);
     thresholds = vuzp1q_f32(one, other), pairs = vreinterpretq_s32_f32(vuzp2q_f32(one, other));
@@ -1293,23 +1295,33 @@ INLINE I by_distance(F x, const Steps& steps, int32_t half) {
     return add(_mm256_xor_si256(size, _mm256_srai_epi32(bits, 31)), set(half));
 #endif
 }
-// Selects the second of each pair of values if x is not below the threshold, or else the first. Sets no_number if a
-// threshold is NaN.
-INLINE I chosen(I pairs, F x, F thresholds, bool& no_number) {
+// Returns whether some threshold is NaN.
+INLINE bool some_nan(const F (&x)[4]) {
 #if ADALOG_WIDE
-    no_number |= _mm512_cmp_ps_mask(thresholds, thresholds, _CMP_UNORD_Q) != 0;
+    return (_mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q) | _mm512_cmp_ps_mask(x[2], x[3], _CMP_UNORD_Q)) != 0;
+#elif ADALOG_NEON
+    const uint32x4_t low = vandq_u32(vceqq_f32(x[0], x[0]), vceqq_f32(x[1], x[1]));
+    return vminvq_u32(vandq_u32(low, vandq_u32(vceqq_f32(x[2], x[2]), vceqq_f32(x[3], x[3])))) == 0;
+#elif ADALOG_WASM
+    const I low = wasm_v128_and(wasm_f32x4_eq(I(x[0]), I(x[0])), wasm_f32x4_eq(I(x[1]), I(x[1])));
+    const I high = wasm_v128_and(wasm_f32x4_eq(I(x[2]), I(x[2])), wasm_f32x4_eq(I(x[3]), I(x[3])));
+    return !wasm_i32x4_all_true(wasm_v128_and(low, high));
+#else
+    return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x[0], x[1], _CMP_UNORD_Q), _mm256_cmp_ps(x[2], x[3], _CMP_UNORD_Q))) != 0;
+#endif
+}
+// Selects the second of each pair of values if x is not below the threshold, or else the first.
+INLINE I chosen(I pairs, F x, F thresholds) {
+#if ADALOG_WIDE
     const __mmask16 above = _mm512_cmp_ps_mask(x, thresholds, _CMP_GE_OQ);
     return _mm512_and_si512(_mm512_mask_srli_epi32(pairs, above, pairs, 16), set(65535));
 #elif ADALOG_NEON
-    no_number |= vminvq_u32(vceqq_f32(thresholds, thresholds)) == 0;
     const uint32x4_t both = vreinterpretq_u32_s32(pairs);
     const uint32x4_t value = vbslq_u32(vcgeq_f32(x, thresholds), vshrq_n_u32(both, 16), vandq_u32(both, vdupq_n_u32(65535)));
     return vreinterpretq_s32_u32(value);
 #elif ADALOG_WASM
-    no_number |= !wasm_i32x4_all_true(wasm_f32x4_eq(I(thresholds), I(thresholds)));
     return wasm_v128_bitselect(wasm_u32x4_shr(pairs, 16), wasm_v128_and(pairs, set(65535)), wasm_f32x4_ge(I(x), I(thresholds)));
 #else
-    no_number |= _mm256_movemask_ps(_mm256_cmp_ps(thresholds, thresholds, _CMP_UNORD_Q)) != 0;
     const I above = _mm256_castps_si256(_mm256_cmp_ps(x, thresholds, _CMP_GE_OQ));
     return _mm256_blendv_epi8(_mm256_and_si256(pairs, set(65535)), _mm256_srli_epi32(pairs, 16), above);
 #endif
@@ -1377,14 +1389,13 @@ struct Search {
             store(numbers + j * W, steps.shift ? by_distance(x[j], steps, half) : without_fraction(y), All{});
         }
         F thresholds[4];
-        bool crowded = false;
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
             I pairs;
             unzip(steps.buckets, numbers + j * W, thresholds[j], pairs);
-            values[j] = chosen(pairs, x[j], thresholds[j], crowded);
+            values[j] = chosen(pairs, x[j], thresholds[j]);
         }
-        if (__builtin_expect(crowded, 0)) search(x, thresholds, values);
+        if (__builtin_expect(some_nan(thresholds), 0)) search(x, thresholds, values);
     }
     NOT_INLINE void search(const F (&x)[4], const F (&thresholds)[4], I (&values)[4]) const {
         float entries[W], limits[W];
@@ -1859,50 +1870,82 @@ INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, Right
 
 #elif ADALOG_NEON
 
-// Without i8mm both operands of a dot product are signed. 128 is subtracted from the left operand, and 128 times the sum
-// of each column is added to correct for it.
+// Multiplies N rows by a panel. A dot product takes its four left bytes from one lane, so that one load serves four lines.
+// Without i8mm both operands are signed: 128 is subtracted from the left one if `flips`, and `column` holds 128 times the sum
+// of each column to correct for it.
 template <int N>
-NOT_INLINE void multiply_rows(const uint8_t* left, int64_t row, const Right& right, const int32_t* base, int32_t* sums,
-                              int64_t width) {
-    I sum[N][4], column[4] = {set(0), set(0), set(0), set(0)};
+NOT_INLINE void multiply_rows(const uint8_t* left, int64_t row, const int8_t* right, int64_t lines, const int32_t* base,
+                              int32_t* sums, int64_t width, bool flips, const I* column) {
+    I sum[N][4];
 #pragma GCC unroll 4
     for (int r = 0; r < N; r++)
 #pragma GCC unroll 4
-        for (int q = 0; q < 4; q++) sum[r][q] = load((base ? base : sums + r * width) + W * q, All{});
-    for (int64_t g = 0; g < right.lines; g++, left += GROUP) {
-        int8x16_t bytes[4];
+        for (int q = 0; q < 4; q++) sum[r][q] = add(load((base ? base : sums + r * width) + W * q, All{}), column[q]);
+    const uint8x16_t sign = vdupq_n_u8(flips ? 128 : 0);
+    auto add_line = [&](const uint8x16_t* x, auto lane) INLINE_LAMBDA {
 #pragma GCC unroll 4
         for (int q = 0; q < 4; q++) {
-            bytes[q] = vld1q_s8(right.data + g * LINE + 16 * q);
-            if (ADALOG_LEVEL == NEON) column[q] = vdotq_s32(column[q], bytes[q], vdupq_n_s8(1));
-        }
+            const int8x16_t bytes = vld1q_s8(right + 16 * q);
 #pragma GCC unroll 4
-        for (int r = 0; r < N; r++) {
-            int32_t four;
-            std::memcpy(&four, left + r * row, 4);
-            const uint8x16_t x = vreinterpretq_u8_s32(set(four));
-#pragma GCC unroll 4
-            for (int q = 0; q < 4; q++)
+            for (int r = 0; r < N; r++)
 #if ADALOG_LEVEL == 6
-                sum[r][q] = vusdotq_s32(sum[r][q], x, bytes[q]);
+                sum[r][q] = vsudotq_laneq_s32(sum[r][q], bytes, x[r], lane());
 #else
-                sum[r][q] = vdotq_s32(sum[r][q], bytes[q], vreinterpretq_s8_u8(veorq_u8(x, vdupq_n_u8(128))));
+                sum[r][q] = vdotq_laneq_s32(sum[r][q], bytes, vreinterpretq_s8_u8(x[r]), lane());
 #endif
         }
+        right += LINE;
+        asm volatile("" : "+r"(right));  // registers would not suffice if the next line were loaded earlier
+    };
+    uint8x16_t x[N];
+    int64_t g = 0;
+    for (; g + 4 <= lines; g += 4, left += 4 * GROUP) {
+#pragma GCC unroll 4
+        for (int r = 0; r < N; r++) {
+            x[r] = vld1q_u8(left + r * row);
+            if (ADALOG_LEVEL == NEON) x[r] = veorq_u8(x[r], sign);
+        }
+        add_line(x, std::integral_constant<int, 0>()), add_line(x, std::integral_constant<int, 1>());
+        add_line(x, std::integral_constant<int, 2>()), add_line(x, std::integral_constant<int, 3>());
+    }
+    for (; g < lines; g++, left += GROUP) {
+        for (int r = 0; r < N; r++) {
+            int32_t four;
+            std::memcpy(&four, left + r * row, GROUP);
+            x[r] = vreinterpretq_u8_s32(set(four));
+            if (ADALOG_LEVEL == NEON) x[r] = veorq_u8(x[r], sign);
+        }
+        add_line(x, std::integral_constant<int, 0>());
     }
 #pragma GCC unroll 4
     for (int r = 0; r < N; r++)
 #pragma GCC unroll 4
-        for (int q = 0; q < 4; q++) store(sums + r * width + W * q, add(sum[r][q], vshlq_n_s32(column[q], 7)), All{});
+        for (int q = 0; q < 4; q++) store(sums + r * width + W * q, sum[r][q], All{});
+}
+// Returns whether some byte is 128 or more. Rows can be read up to a multiple of 64 terms.
+INLINE bool has_large(const uint8_t* left, int64_t row, int64_t rows, int64_t terms) {
+    uint8x16_t bits = vdupq_n_u8(0);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t t = 0; t < terms; t += 16) bits = vorrq_u8(bits, vld1q_u8(left + r * row + t));
+    return vmaxvq_u8(bits) > 127;
 }
 template <class Meanwhile>
 INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, Right right, int64_t panels,
                            const int32_t* base, int32_t* sums, int64_t width, Meanwhile meanwhile) {
     meanwhile(0, 1);
+    const bool flips = ADALOG_LEVEL == NEON && has_large(left, row, rows, right.lines * GROUP);
     for (; panels; panels--, right.data += right.panel, sums += PANEL, base = base ? base + PANEL : base) {
+        I column[4] = {set(0), set(0), set(0), set(0)};
+        for (int64_t i = 0; flips && i < right.lines * LINE; i += LINE)
+#pragma GCC unroll 4
+            for (int q = 0; q < 4; q++) column[q] = vdotq_s32(column[q], vld1q_s8(right.data + i + 16 * q), vdupq_n_s8(1));
+        for (int q = 0; q < 4; q++) column[q] = vshlq_n_s32(column[q], 7);
+        auto rows_by = [&](auto* multiply, int64_t r) INLINE_LAMBDA {
+            multiply(left + r * row, row, right.data, right.lines, base, sums + r * width, width, flips, column);
+        };
         int64_t r = 0;
-        for (; r + 4 <= rows; r += 4) multiply_rows<4>(left + r * row, row, right, base, sums + r * width, width);
-        for (; r < rows; r++) multiply_rows<1>(left + r * row, row, right, base, sums + r * width, width);
+        for (; r + 4 <= rows; r += 4) rows_by(multiply_rows<4>, r);
+        for (; r < rows; r++) rows_by(multiply_rows<1>, r);
     }
 }
 
@@ -2156,6 +2199,15 @@ INLINE void unpack(const uint8_t* halves, const uint8_t* middles, int64_t lines,
                 const I low = _mm256_and_si256(two, mask), high = _mm256_and_si256(_mm256_srli_epi16(two, 4), mask);
                 uint8_t* to = reinterpret_cast<uint8_t*>(out) + (s + g) * LINE + h;
                 store(to, _mm256_sub_epi8(low, middle)), store(to + 8 * LINE, _mm256_sub_epi8(high, middle));
+            }
+#elif ADALOG_NEON
+    for (int64_t s = 0; s < lines; s += 16)
+        for (int g = 0; g < 8; g++)
+            for (int h = 0; h < LINE; h += 16, halves += 16) {
+                const uint8x16_t two = vld1q_u8(halves), middle = vld1q_u8(middles + h);
+                uint8_t* to = reinterpret_cast<uint8_t*>(out) + (s + g) * LINE + h;
+                vst1q_u8(to, vsubq_u8(vandq_u8(two, vdupq_n_u8(15)), middle));
+                vst1q_u8(to + 8 * LINE, vsubq_u8(vshrq_n_u8(two, 4), middle));
             }
 #else
     for (int64_t s = 0; s < lines; s += 16)
