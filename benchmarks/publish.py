@@ -10,7 +10,15 @@ from adalog.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-_CODE = ("src/*.py", "src/*.cpp", "src/*.json", "benchmarks/*.py", "benchmarks/*.cpp", "experiments/*")
+_CODE = (
+    "src/*.py",
+    "src/*.cpp",
+    "src/*.json",
+    "benchmarks/*.py",
+    "benchmarks/*.cpp",
+    "benchmarks/*.c",
+    "experiments/*",
+)
 
 
 def publish(result: Mapping[str, Any], path: Path) -> None:

@@ -176,6 +176,26 @@ def limits_table() -> str:
     return f"{markdown_table(heads, lines)}\n\n{note} {source('limits')}"
 
 
+def arm_table() -> str:
+    """Return the instructions of one image on 64-bit ARM, and estimates of its cycles."""
+    result, lines = read("arm"), []
+    counts = ("instructions", "macs", "product_cycles", "throughput_cycles", "cycles")
+    for row in result["rows"]:
+        cells = [name_model(row["model"]), row["bits"].upper(), f"{row['processor']} (`{row['level']}`)"]
+        share = row["kernels"]["multiply_rows"]["cycles"] / row["cycles"]
+        lines.append([*cells, *(f"{row[name] / 1e6:.1f}" for name in counts), f"{share:.0%}"])
+    heads = ["model", "bits", "processor", "instructions", "multiplications", "cycles, products alone"]
+    heads += ["cycles without waiting", "**cycles**", "in products"]
+    versions = result["versions"]
+    note = (
+        "Millions for one image on one thread. **Nothing here was timed**: instructions are counted under emulation (QEMU "
+        f"{versions['qemu']}), and cycles are estimates from LLVM {versions['llvm']}'s models of the processors, with all "
+        "data in the L1 cache. Products alone: if the processor did nothing but its fastest product of bytes. Without "
+        "waiting: if no instruction waited for a result. The last column is the share of the loops of products."
+    )
+    return f"{markdown_table(heads, lines)}\n\n{note} {source('arm')}"
+
+
 def load_table() -> str:
     """Return how long a fresh process takes until a model has given its first output."""
     result = read("load")

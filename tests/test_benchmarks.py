@@ -2,6 +2,7 @@
 
 from benchmarks import (
     accuracy_tables,
+    arm,
     beside,
     budgets,
     capture_tables,
@@ -362,6 +363,52 @@ def test_load(tiny_demo, result_of, monkeypatch):
     assert row["ways"]["c"]["peak_bytes"] > 0
     assert result["program_bytes"] == Path(program).stat().st_size
     assert row["ways"]["run"]["ready_seconds"] > 0
+
+
+def llvm_version():
+    """The version of llvm-mca here, or 0."""
+    mca = shutil.which("llvm-mca-19") or shutil.which("llvm-mca")
+    return int(arm.version_of(mca, r"LLVM version (\d+)") or 0) if mca else 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(map(shutil.which, (arm.COMPILER, arm.EMULATOR))), reason="needs a compiler and QEMU for ARM"
+)
+@pytest.mark.skipif(llvm_version() < 17, reason="needs llvm-mca 17 or later")
+def test_arm(tiny_demo, result_of):
+    result = result_of(arm, "--model", "demo", "--bits", "w4a4")
+    assert [row["processor"] for row in result["rows"]] == list(arm.PROCESSORS)
+    macs = {row["macs"] for row in result["rows"]}
+    assert len(macs) == 1 and macs.pop() > 1000
+    for row in result["rows"]:
+        assert row["unknown"] < row["instructions"] / 100
+        assert row["product_cycles"] < row["throughput_cycles"] <= row["cycles"]
+        assert {"multiply_rows", "linear"} <= row["kernels"].keys()
+    small, large = result["rows"][:2]  # the same instructions
+    assert small["instructions"] == large["instructions"] and small["cycles"] > large["cycles"]
+    assert speed_tables.arm_table()
+
+
+def test_listing_of_arm():
+    lines = [
+        "0000000000406200 <void neon::(anonymous namespace)::multiply_rows<4>(unsigned char const*, long)>:",
+        "  406200:\tldr\tq2, [x0, x1]",
+        "  406204:\tb.ne\t406200 <void neon::(anonymous namespace)::multiply_rows<4>(unsigned char const*, long)>  // b.any",
+        "  406208:\tcbz\tw0, 40620c <neon::linear(void const*)+0x4>",
+        "0000000000406208 <neon::(anonymous namespace)::linear(void const*, long, unsigned char*)>:",
+        "  40620c:\tbl\t406200 <neon::linear(void const*)>",
+        "  406210:\tadrp\tx0, 500000 <none>",
+        "  406214:\tret",
+    ]
+    assert arm.parse_listing(lines) == {
+        0x406200: ("multiply_rows", "ldr q2, [x0, x1]"),
+        0x406204: ("multiply_rows", "b.ne 64"),
+        0x406208: ("multiply_rows", "cbz w0, 64"),
+        0x40620C: ("linear", "b 64"),
+        0x406210: ("linear", "adrp x0, 4096"),
+        0x406214: ("linear", "b 64"),
+    }
 
 
 @needs_kernels
