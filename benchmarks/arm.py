@@ -61,7 +61,10 @@ Block = tuple[int, int]  # address and number of instructions
 
 @dataclass(frozen=True)
 class Cycles:
-    """Cycles of one run of a block. least: if no instruction waited for another one. unknown: instructions without cycles."""
+    """Cycles of one run of a block.
+
+    least: if no instruction waited for another one. unknown: instructions without known cycles.
+    """
 
     chained: float
     least: float

@@ -188,10 +188,10 @@ def arm_table() -> str:
     heads += ["cycles without waiting", "**cycles**", "in products"]
     versions = result["versions"]
     note = (
-        "Millions for one image on one thread. **Nothing here was timed**: instructions are counted under emulation (QEMU "
-        f"{versions['qemu']}), and cycles are estimates from LLVM {versions['llvm']}'s models of the processors, with all "
-        "data in the L1 cache. Products alone: if the processor did nothing but its fastest product of bytes. Without "
-        "waiting: if no instruction waited for a result. The last column is the share of the loops of products."
+        "Millions for one image on one thread. **Nothing here was timed**: instructions are counted under emulation "
+        f"(QEMU {versions['qemu']}), and cycles are estimates from LLVM {versions['llvm']}'s models of the processors, "
+        "with all data in the L1 cache. Products alone: if the processor did nothing but its fastest product of bytes. "
+        "Without waiting: if no instruction waited for a result. The last column is the share of the loops of products."
     )
     return f"{markdown_table(heads, lines)}\n\n{note} {source('arm')}"
 

@@ -50,6 +50,7 @@ TABLES = (
     ("docs/benchmarks/speed.md", "accuracy table", speed_tables.accuracy_table),
     ("docs/benchmarks/speed.md", "runtime table", speed_tables.runtime_table),
     ("docs/benchmarks/speed.md", "limits table", speed_tables.limits_table),
+    ("docs/benchmarks/speed.md", "arm table", speed_tables.arm_table),
     ("docs/benchmarks/speed.md", "load table", speed_tables.load_table),
     ("docs/benchmarks/speed.md", "throughput table", speed_tables.throughput_table),
     ("docs/benchmarks/speed.md", "ranks table", speed_tables.ranks_table),

@@ -379,14 +379,15 @@ def llvm_version():
 def test_arm(tiny_demo, result_of):
     result = result_of(arm, "--model", "demo", "--bits", "w4a4")
     assert [row["processor"] for row in result["rows"]] == list(arm.PROCESSORS)
-    macs = {row["macs"] for row in result["rows"]}
-    assert len(macs) == 1 and macs.pop() > 1000
+    assert len({row["macs"] for row in result["rows"]}) == 1
+    assert result["rows"][0]["macs"] > 1000
     for row in result["rows"]:
         assert row["unknown"] < row["instructions"] / 100
         assert row["product_cycles"] < row["throughput_cycles"] <= row["cycles"]
         assert {"multiply_rows", "linear"} <= row["kernels"].keys()
     small, large = result["rows"][:2]  # the same instructions
-    assert small["instructions"] == large["instructions"] and small["cycles"] > large["cycles"]
+    assert small["instructions"] == large["instructions"]
+    assert small["cycles"] > large["cycles"]
     assert speed_tables.arm_table()
 
 
@@ -394,7 +395,7 @@ def test_listing_of_arm():
     lines = [
         "0000000000406200 <void neon::(anonymous namespace)::multiply_rows<4>(unsigned char const*, long)>:",
         "  406200:\tldr\tq2, [x0, x1]",
-        "  406204:\tb.ne\t406200 <void neon::(anonymous namespace)::multiply_rows<4>(unsigned char const*, long)>  // b.any",
+        "  406204:\tb.ne\t406200 <void neon::(anonymous namespace)::multiply_rows<4>(long)>  // b.any",
         "  406208:\tcbz\tw0, 40620c <neon::linear(void const*)+0x4>",
         "0000000000406208 <neon::(anonymous namespace)::linear(void const*, long, unsigned char*)>:",
         "  40620c:\tbl\t406200 <neon::linear(void const*)>",
