@@ -382,6 +382,7 @@ CASES = [
     (["evaluate", "out.safetensors", "--data", "images"], "images has no labels: add them"),
     (["demo", "--out", "own.py"], "own.py/levels.png cannot be written: Not a directory"),
     (["inspect", "."], "is a folder: name a file in it"),
+    (quantize_of("demo", "-o", "-"), "an output named - is not written to standard output: give the name of a file"),
     (quantize_of("demo", "-o", "."), "--out '.' does not name a file: give a file name"),
     (["vectors", "x.st", "--site", "a", "-o", "new", "--json", "new/a.json"], "new/a.json is inside the folder new"),
     (

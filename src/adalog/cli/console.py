@@ -237,6 +237,8 @@ def check_outputs(*paths: Path | str | None, reads: Sequence[Path | str | None] 
     folders = [Path(path) for path in resolved if Path(path).is_dir()]
     for path in paths:
         if path is not None and path != "-":
+            if str(path) == "-":  # a Path: only JSON goes to standard output
+                raise DataError("an output named - is not written to standard output: give the name of a file")
             files.check_writable(Path(path))
             if os.path.realpath(path) in resolved:
                 raise DataError(f"{path} is also an input or another output of this command: choose another file")
