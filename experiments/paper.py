@@ -52,6 +52,11 @@ class Row:
     method: str = ""
     once: bool = False
 
+    @property
+    def cells(self) -> set[str]:
+        """The texts that select this row: its cells, and their parts between commas."""
+        return {*self.names, *(part for name in self.names for part in name.split(", "))}
+
 
 @dataclass(frozen=True)
 class Table:
@@ -243,13 +248,14 @@ def plan(
     names: Sequence[str],
     images: int = IMAGES,
     bits: Sequence[str] = (),
-    firsts: Sequence[str] = (),
+    cells: Sequence[str] = (),
     fitted: int = FITTED_IMAGES,
 ) -> dict[Config, Row]:
     """Return the configurations of these tables in the order of measurement, each with a row that it belongs to.
 
     Each configuration appears once. Slow ones come last: the released search, stages, and rows with one seed.
-    bits, firsts: keep only rows with these bits, and with these first names; empty for all.
+    bits, cells: keep only rows with one of these bits, and with one of these cells; empty for all. "ours", a part of
+    the cell "FPCS, ours", counts too.
     fitted: the most images that a stage fits.
     Raises ValueError for an unknown table, and if no row is left.
     """
@@ -260,19 +266,19 @@ def plan(
     rows = [row for name in names for row in TABLES[name].rows]
     for what, given, there in (
         ("bits", bits, dict.fromkeys(row.config.bits for row in rows)),
-        ("first name", firsts, dict.fromkeys(row.names[0] for row in rows)),
+        ("cell", cells, dict.fromkeys(cell for row in rows for cell in row.cells)),
     ):
         if rows and (odd := [name for name in given if name not in there]):
             raise ValueError(
                 f"no row of table {', '.join(names)} has the {what} {odd[0]!r}: choose from {', '.join(there)}"
             )
     for row in rows:
-        if (not bits or row.config.bits in bits) and (not firsts or row.names[0] in firsts):
+        if (not bits or row.config.bits in bits) and (not cells or not row.cells.isdisjoint(cells)):
             found.setdefault(with_images(row.config, images, fitted), row)
-    if not found and (bits or firsts):
+    if not found and (bits or cells):
         raise ValueError(
             f"no row of table {', '.join(names)} has both the bits {', '.join(bits) or 'any'} "
-            f"and the first name {', '.join(firsts) or 'any'}"
+            f"and the cell {', '.join(cells) or 'any'}"
         )
 
     def slowness(each: tuple[Config, Row]) -> int:

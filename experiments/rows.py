@@ -29,7 +29,7 @@ class Request:
 
     tables: the names of their tables.
     seeds: number of random subsets of `images` calibration images. All rows are measured with one seed before the next.
-    bits, firsts: keep only rows with these bits, and with these first names; empty for all.
+    bits, cells: as in `plan`.
     fitted: the most images that a stage fits.
     jobs: number of sites searched, and of batches run, at a time.
     work: a folder of finished rows, which are not measured again.
@@ -40,7 +40,7 @@ class Request:
     seeds: int = 1
     images: int = IMAGES
     bits: Sequence[str] = ()
-    firsts: Sequence[str] = ()
+    cells: Sequence[str] = ()
     fitted: int = FITTED_IMAGES
     jobs: int = 1
     device: torch.device = _CPU
@@ -49,7 +49,7 @@ class Request:
 
     def plan(self) -> dict[Config, Row]:
         """Return the configurations to measure, each with a row. Raises ValueError for an unknown table."""
-        return plan(self.tables, self.images, self.bits, self.firsts, self.fitted)
+        return plan(self.tables, self.images, self.bits, self.cells, self.fitted)
 
     def choices(self, row: Row) -> Config:
         """Return the configuration to measure for a row, with the numbers of images asked for."""

@@ -71,7 +71,7 @@ def command(
         str,
         typer.Option(
             "--rows",
-            help="Measure only rows whose first name is one of these, comma-separated, such as adalog,repq-vit.",
+            help="Measure only rows with one of these in a cell, comma-separated, such as adalog,repq-vit or ours.",
         ),
     ] = "",
     out: Annotated[
@@ -97,8 +97,8 @@ def command(
             say(_list())
         emit_json([{"table": name, "title": table.title} for name, table in paper.TABLES.items()], json_out)
         return
-    # Names may contain ", ".
-    widths, firsts = ([name for name in re.split(",(?! )", given) if name] for given in (bits, rows_of))
+    # Cells may contain ", ".
+    widths, cells = ([name for name in re.split(",(?! )", given) if name] for given in (bits, rows_of))
     specs = list(dict.fromkeys(model_names.split(",")))
     of_detectors = detectors.TABLE in names
     if of_detectors:
@@ -108,14 +108,14 @@ def command(
         raise ValueError(f"--checkpoint applies only to table {detectors.TABLE}: leave it out")
     elif data is not None and specs == ["demo"]:
         raise ValueError(f"the bundled model has its own images: leave out --data {data}, or name another model")
-    paper.plan(names, images, widths, firsts)  # raises for a wrong name before the long work
+    paper.plan(names, images, widths, cells)  # raises for a wrong name before the long work
     places = _Places.of(out, work, json_out, [checkpoint] if of_detectors else [data, *map(source_of, specs)])
     request = Request(
         names,
         seeds,
         images,
         widths,
-        firsts,
+        cells,
         fitted,
         jobs=thread_count(jobs),
         device=find_device(device),

@@ -59,7 +59,7 @@ def test_the_table_on_images_of_ones_own(tmp_path, monkeypatch, capsys):
     bench = detectors.DetectorBench("demo:detector", demo.load_detector(), tmp_path)
     work, seen = tmp_path / "rows", []
     for _ in range(2):
-        request = Request(["C"], images=4, bits=["w4a4"], firsts=["minmax", "adalog+"], work=work)
+        request = Request(["C"], images=4, bits=["w4a4"], cells=["minmax", "adalog+"], work=work)
         result = detectors.run(request, [bench], lambda done, total, what, result: seen.append((done, total)))
     assert seen == [(1, 2), (2, 2)] * 2
     assert result["models"]["demo:detector"]["box_ap"] > 0.5
@@ -81,7 +81,7 @@ def test_an_image_that_cannot_be_read_ends_the_run(tmp_path):
     (tmp_path / "train" / "0.png").write_bytes(b"broken")
     bench = detectors.DetectorBench("demo:detector", demo.load_detector(), tmp_path)
     with pytest.raises(DataError, match=r"0\.png is not an image"):
-        detectors.run(Request(["C"], images=1, bits=["w4a4"], firsts=["minmax"], work=tmp_path / "rows"), [bench])
+        detectors.run(Request(["C"], images=1, bits=["w4a4"], cells=["minmax"], work=tmp_path / "rows"), [bench])
     assert [path.name for path in (tmp_path / "rows").iterdir()] == ["demo-detector-fp32.json"]
 
 

@@ -591,18 +591,18 @@ def test_the_note_names_the_contradictions():
 # --- which rows are measured ------------------------------------------------------------------------------------------
 
 
-def test_rows_are_chosen_by_bits_and_first_names():
-    chosen = plan(["1", "4"], bits=["w3a3"], firsts=["adalog", "easyquant"])
-    assert {(config.bits, row.names[0]) for config, row in chosen.items()} == {
-        ("w3a3", "adalog"),
-        ("w3a3", "easyquant"),
-    }
+def test_rows_are_chosen_by_bits_and_cells():
+    chosen = plan(["1"], bits=["w3a3"], cells=["adalog", "easyquant"])
+    assert {(config.bits, *row.names) for config, row in chosen.items()} == {("w3a3", "adalog"), ("w3a3", "easyquant")}
+    ours = plan(["2", "A"], cells=["ours"])
+    assert not any(isinstance(config.search, ReleasedSearch) for config in ours)
+    assert {len(row.names) for row in ours.values()} == {2, 3}
     assert len(plan(["1"], bits=["w3a3"])) < len(plan(["1"]))
-    assert plan(["5"], firsts=["FPCS, ours"])
+    assert plan(["5"], cells=["FPCS, ours"])
     with pytest.raises(ValueError, match="no row of table 1 has the bits 'w5a5': choose from w4a4"):
         plan(["1"], bits=["w4a4", "w5a5"])
-    with pytest.raises(ValueError, match="first name 'nonsense'"):
-        plan(["1"], firsts=["minmax", "nonsense"])
+    with pytest.raises(ValueError, match="the cell 'nonsense'"):
+        plan(["1"], cells=["minmax", "nonsense"])
 
 
 @pytest.mark.slow
@@ -615,7 +615,7 @@ def test_a_row_that_fits_images_is_measured(monkeypatch, bench):
     whole = replace(bench, more=torch.cat([bench.judged, bench.pool]))
     result = measure(["4"], [whole], images=4)
     assert [entry["names"] for entry in result["rows"]] == [["some"], ["none"]]
-    alone = measure(["4"], [bench], images=4, firsts=["none"])
+    alone = measure(["4"], [bench], images=4, cells=["none"])
     assert alone["rows"][0]["top1"]["values"] == result["rows"][1]["top1"]["values"]
     assert all(entry["published"] == {} for entry in result["rows"])  # on other numbers of images
 
