@@ -1,4 +1,4 @@
-"""`adalog cost`: count the operations and bytes that one image takes."""
+"""`adalog cost`: count the operations that one image takes, and the bytes of the stored tensors."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -23,7 +23,7 @@ def command(
     no_pretrained: NoPretrainedOption = False,
     json_out: JsonOption = None,
 ) -> None:
-    """Count the multiplications, FixOPs, BOPs and bytes that one image takes.
+    """Count the multiplications, FixOPs and BOPs that one image takes, and the bytes of the stored tensors.
 
     A BOP is a product of two bits.
     A FixOP is a product of two 8-bit numbers, which counts as 64 BOPs.

@@ -159,10 +159,11 @@ def cost_lines(result: Cost) -> str:
         f"products: {result.macs:,} MACs, {result.fixops:,.0f} FixOPs, {result.bops:,} BOPs",
         f"in integers: {result.integer_macs:,} MACs ({percent(result.integer_macs / max(result.macs, 1))})",
         f"everything else: {result.elementwise_fixops:,.0f} FixOPs",
-        f"bytes: {parts_line(result.size_bytes)}; {sum(result.size_bytes.values()):,} in total",
+        f"bytes of the tensors: {parts_line(result.size_bytes)}; {sum(result.size_bytes.values()):,} in total",
     ]
     if result.table_bytes:
         lines.append(f"tables, computed when the model is loaded: {result.table_bytes:,} bytes")
     if result.float_operations:
-        lines.append(f"in float: {', '.join(f'{name} x {count}' for name, count in result.float_operations.items())}")
+        operations = ", ".join(f"{name} x {count}" for name, count in result.float_operations.items())
+        lines.append(f"in float, besides products: {operations}")
     return "\n".join(lines)
