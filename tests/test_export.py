@@ -315,6 +315,13 @@ def test_answers_are_judged_as_far_as_they_tell_something():
         assert f"own error explains: {beyond}\n" in found.text() + "\n"
 
 
+def test_sums_that_were_not_compared_are_not_called_wrong():
+    found = Certificate("integer", "engine", "torch", {}, {}, failures=["the file was made from another artifact"])
+    assert "accumulators: not compared\n" in found.text()
+    found.sites.append(SiteReport("site", False, 10, 0, 0))
+    assert "accumulators: NOT equal\n" in found.text()
+
+
 def test_all_outputs_are_compared_and_the_first_has_the_largest():
     """By hand: an error in a map of (images, 2, 3) beside logits that are the same, in two batches."""
     logits, maps = torch.eye(4), torch.ones(4, 2, 3)

@@ -96,11 +96,12 @@ class Certificate:
         operands, codes_off, differ = (
             sum(getattr(site, name) for site in self.sites) for name in ("operands", "off", "differ")
         )
+        sums = "all equal" if self.accumulators_equal else "NOT equal" if self.sites else "not compared"
         lines = [
             f"{'PASSED' if self.passed else 'FAILED'}: {self.form} form in {self.engine} compared with {self.executor}",
             *(f"failure: {failure}" for failure in self.failures),
             f"images: {self.images:,}; sites: {len(self.sites)}, on the first {min(self.images, SITE_IMAGES)} images",
-            f"accumulators: {'all equal' if self.accumulators_equal else 'NOT equal'}",
+            f"accumulators: {sums}",
             f"codes: {operands:,}; wrong for their values: {codes_off:,}; different from the executor's: {differ:,}",
         ]
         if self.error is not None:
