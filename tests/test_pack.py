@@ -79,7 +79,8 @@ def test_numpy_is_enough(file, quantized, images, tmp_path):
 
 
 def test_names_that_do_not_fit(artifact):
-    with pytest.raises(ValueError, match=r"there are 9 names of classes, but the model outputs \(10,\) per image"):
+    told = r"there are 9 names of classes, but the model outputs \(10,\) per image: give one name for each number"
+    with pytest.raises(ValueError, match=told):
         to_pack(artifact, (1,), None, NAMES[:9])
 
 

@@ -59,7 +59,10 @@ def to_pack(
     shapes = [output["shape"] for output in outputs]
     if classes is not None and shapes != [[len(classes)]]:
         text = " and ".join(str(tuple(shape)) for shape in shapes)
-        raise ValueError(f"there are {len(classes)} names of classes, but the model outputs {text} per image")
+        raise ValueError(
+            f"there are {len(classes)} names of classes, but the model outputs {text} per image: give one name for "
+            "each number of the only output, or none if there are several outputs"
+        )
     fields = {
         "format": FORMAT,
         "version": version.__version__,
