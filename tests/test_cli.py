@@ -123,6 +123,9 @@ def test_help(monkeypatch, capsys):
     text = say(monkeypatch, capsys, "--help")
     for word in ("Usage: ", *COMMANDS):
         assert word in text
+    text = say(monkeypatch, capsys, "certify", "--help")
+    assert "model.onnx" in text
+    assert "{{" not in text
 
 
 @pytest.mark.slow

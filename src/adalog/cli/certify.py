@@ -25,7 +25,7 @@ def command(
     exported: Annotated[
         Path,
         typer.Argument(
-            metavar="{model.onnx}", help="ONNX or ExecuTorch file that `adalog export` wrote for the artifact."
+            metavar="model.onnx", help="ONNX or ExecuTorch file that `adalog export` wrote for the artifact."
         ),
     ],
     data: Annotated[
