@@ -213,9 +213,10 @@ def test_what_is_not_a_pack(program, file, tmp_path):
     }
     for (status, message), wanted in zip(replies(program, list(cases)), cases.values(), strict=True):
         assert (status, wanted in message) == (2, True), (message, wanted)
-    for path, wanted in ((tmp_path, b"not a regular file"), (tmp_path / "none", b"no such file")):
+    for path, wanted in ((tmp_path, b"not a regular file"), (tmp_path / "none", b"read: No such file or directory")):
         assert wanted in run(program, "scalar", 1, path, 1, fails=True)
-    assert b"the level fast does not run" in run(program, "fast", 1, file, 1, fails=True)
+    assert b"there is no level fast: choose scalar" in run(program, "fast", 1, file, 1, fails=True)
+    assert b"the level wasm does not run" in run(program, "wasm", 1, file, 1, fails=True)
     image = np.full((1, 3, 32, 32), np.nan, np.float32)
     assert b"contain NaN" in run(program, "scalar", 1, file, 1, given=image.tobytes(), fails=True)
 
@@ -238,7 +239,8 @@ HOSTILE = [
     (setting("more", 1), "more"),
     (setting("tapes", []), "1 to 16 tapes"),
     (lambda header: header["tapes"].reverse(), "do not increase"),
-    (setting(tape, "interface", 1), "kernel interface"),
+    (setting(tape, "interface", 1), "it is for kernel interface 1, and this library has"),
+    (setting(tape, "interface", 2**40), "out of range"),
     (setting(tape, "batch", 0), "out of range"),
     (setting(tape, "work", 2**60), "out of range"),
     (setting(tape, "fills", [[0, 0, 2**40]]), "it fills"),

@@ -136,7 +136,7 @@ def test_options_that_do_not_fit(file):
 def test_what_is_no_pack(file, tmp_path):
     (tmp_path / "cut.adalog").write_bytes(file.read_bytes()[:-1])
     for path, why in (
-        (tmp_path / "none", "cannot be read: there is no such file"),
+        (tmp_path / ("none" * 30), "none cannot be read: No such file or directory;"),
         (tmp_path, "cannot be read: it is not a regular file"),
         (tmp_path / "cut.adalog", "cannot be used: "),
         (file.with_suffix(".safetensors"), "cannot be used: it is not a pack"),

@@ -217,7 +217,8 @@ def _check(error: _Error, path: Path | None = None) -> None:
     """Raise an exception for an error of the library. path: the file of the pack, while it is opened."""
     message = error.message.decode(errors="replace")
     if error.status == _BAD_FILE and path is not None:
-        text = message if message.startswith(str(path)) else f"{path} cannot be used: {message}"
+        unread = message.startswith("it cannot be read")
+        text = f"{path}{message[2:]}" if unread else f"{path} cannot be used: {message}"
         raise ArtifactError(f"{text}; make it with `adalog pack`")
     if error.status == _BAD_ARGUMENT:
         raise ValueError(message)

@@ -32,7 +32,7 @@ typedef enum {
 
 typedef struct {
     adalog_status status;
-    char message[256]; /* UTF-8, cut to this length, ends with 0 */
+    char message[256]; /* UTF-8, cut to this length, ends with 0; it does not name the file */
 } adalog_error;
 
 /* Zeros select the defaults. */
@@ -118,11 +118,12 @@ ADALOG_API adalog_status adalog_model_open(const char* path, const adalog_option
 ADALOG_API adalog_status adalog_model_open_memory(const void* bytes, size_t count, const adalog_options* options,
                                                   adalog_model** model, adalog_error* error);
 
-/* Describe the inputs and outputs. */
+/* Describe the inputs and outputs. Returns NULL for NULL. */
 ADALOG_API const adalog_description* adalog_model_describe(const adalog_model* model);
 
 /* Compute the outputs of `images` images. Each input and each output has one buffer, with exactly `images` times the
- * bytes of one image. The inputs stay as they are. Inputs with NaN are refused. */
+ * bytes of one image. The inputs stay as they are, and no output may share memory with an input. Inputs with NaN are
+ * refused. If the call fails, the outputs may be written in part. */
 ADALOG_API adalog_status adalog_model_run(adalog_model* model, int64_t images, const adalog_buffer* inputs,
                                           size_t input_count, const adalog_buffer* outputs, size_t output_count,
                                           adalog_error* error);

@@ -21,6 +21,7 @@
 #include <sys/stat.h>
 
 #include <array>
+#include <cerrno>
 #include <cfloat>
 #include <functional>
 #include <memory>
@@ -495,10 +496,11 @@ public:
         check(tape.is(Json::OBJECT), "a tape is not a JSON object");
         check(tape.at("format").is_whole(TAPE_FORMAT, TAPE_FORMAT), "it has a tape of another format than %d",
             int(TAPE_FORMAT));
-        const int64_t interface = adalog_abi();
-        check(tape.at("interface").is_whole(interface, interface),
-              "it is not for kernel interface %d, which this library has: make it again with `adalog pack`",
-                  int(interface));
+        const Value interface = tape.at("interface");
+        check(interface.is_whole(1, INT32_MAX), "the kernel interface of a tape is out of range");
+        check(interface.whole() == adalog_abi(),
+            "it is for kernel interface %d, and this library has %d: both must be of the same version of adalog",
+              int(interface.whole()), adalog_abi());
         tape.check_fields({"format", "version", "interface", "artifact", "batch", "inputs", "weights", "work", "fills",
                            "copies", "calls", "output"},
                           "a tape");
@@ -940,6 +942,7 @@ struct adalog_model {
         demand(input_count == description_.input_count && output_count == description_.output_count, ADALOG_BAD_ARGUMENT,
                "the model has %zu inputs and %zu outputs, not %zu and %zu", description_.input_count,
                description_.output_count, input_count, output_count);
+        demand(inputs && (outputs || !output_count), ADALOG_BAD_ARGUMENT, "the inputs or the outputs are NULL");
         for (size_t i = 0; i < input_count; i++) {
             check_buffer(inputs, i, description_.inputs[i], images, 4);
             const float* values = static_cast<const float*>(inputs[i].data);
@@ -995,11 +998,15 @@ private:
         const int threads = options.threads ? options.threads : 1;
         demand(threads >= 1 && threads <= 1024, ADALOG_BAD_ARGUMENT, "threads = %d is not a number from 1 to 1024",
             threads);
+        const auto same = [&](const char* name) { return !std::strcmp(options.level, name); };
+        demand(!options.level || std::any_of(std::begin(LEVELS), std::end(LEVELS), same), ADALOG_BAD_ARGUMENT,
+            "there is no level %s: choose scalar, avx2, avxvnni, avx512vnni, amx, neon, i8mm or wasm",
+            options.level ? EXCERPT(options.level) : "");
         int level = -1;
         const unsigned features = adalog_features();
         for (int i = 0; i < int(std::size(LEVELS)); i++) {
             const bool runs = features >> i & 1;
-            if (runs && (!options.level || !std::strcmp(options.level, LEVELS[i]))) level = i;
+            if (runs && (!options.level || same(LEVELS[i]))) level = i;
         }
         demand(level >= 0, ADALOG_BAD_ARGUMENT, "the level %s does not run on this machine",
             options.level ? EXCERPT(options.level) : "");
@@ -1104,8 +1111,8 @@ private:
     static void check_buffer(const adalog_buffer* buffers, size_t number, const adalog_value& value, int64_t images,
         size_t alignment) {
         const Wide bytes = Wide(value.bytes) * images;
-        const adalog_buffer buffer = buffers ? buffers[number] : adalog_buffer{};
-        demand(buffers && bytes == Wide(buffer.bytes), ADALOG_BAD_ARGUMENT,
+        const adalog_buffer buffer = buffers[number];
+        demand(bytes == Wide(buffer.bytes), ADALOG_BAD_ARGUMENT,
             "the buffer of %s has %zu bytes, not %lld images of %zu",
                EXCERPT(value.name), buffer.bytes, static_cast<long long>(images), value.bytes);
         const bool there = (buffer.data || !bytes) && reinterpret_cast<uintptr_t>(buffer.data) % alignment == 0;
@@ -1157,14 +1164,15 @@ adalog_status adalog_model_open(const char* path, const adalog_options* options,
     return guarded(error, [&] {
         demand(path && model, ADALOG_BAD_ARGUMENT, "the path or the model are NULL");
         struct stat about {};
-        check(!stat(path, &about), "%s cannot be read: there is no such file", EXCERPT(path));
-        check(S_ISREG(about.st_mode), "%s cannot be read: it is not a regular file", EXCERPT(path));
+        const bool there = !stat(path, &about);
+        check(there, "it cannot be read: %s", std::strerror(errno));
+        check(S_ISREG(about.st_mode), "it cannot be read: it is not a regular file");
         const size_t limit = options && options->memory ? options->memory : MEMORY, size = size_t(about.st_size);
-        demand(size <= limit, ADALOG_NO_MEMORY, "%s takes more than the limit of %zu bytes", EXCERPT(path), limit);
+        demand(size <= limit, ADALOG_NO_MEMORY, "the file takes more than the limit of %zu bytes", limit);
         const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path, "rb"), std::fclose);
-        check(bool(file), "%s cannot be read", EXCERPT(path));
+        check(bool(file), "it cannot be read: %s", std::strerror(errno));
         const std::unique_ptr<uint8_t[]> bytes(new uint8_t[size + 1]);
-        check(std::fread(bytes.get(), 1, size, file.get()) == size, "%s cannot be read", EXCERPT(path));
+        check(std::fread(bytes.get(), 1, size, file.get()) == size, "it cannot be read to its end");
         open_bytes(bytes.get(), size, options, model);
     });
 }
