@@ -103,6 +103,11 @@ def test_scalar_kernels_have_the_bits_of_this_processor(built, file):
     assert np.allclose(logits_of(built, file, images, "wasm"), wanted, atol=0.2 * np.abs(wanted).max())
 
 
+def test_part_of_an_image(built, file):
+    with pytest.raises(AssertionError, match="has 400 bytes, not 1 images of 12288"):
+        node(built, "run", file, "wasm", given=bytes(400))
+
+
 @pytest.mark.parametrize("bits", ["w4a4", "w8a8"])
 def test_bits_of_trained_weights(built, tmp_path, bits):
     """The bundled model with the first of its blocks."""

@@ -152,7 +152,7 @@ class Model {
     if (!Array.isArray(given) || !given.every((each) => each instanceof Float32Array))
       throw new TypeError("the images are neither a Float32Array nor a list of them, one for each input");
     const size = ({ shape }) => shape.reduce((product, side) => product * side, 1);
-    const count = Math.floor((given[0]?.length ?? 0) / Math.max(this.inputs[0] ? size(this.inputs[0]) : 1, 1));
+    const count = Math.ceil((given[0]?.length ?? 0) / Math.max(this.inputs[0] ? size(this.inputs[0]) : 1, 1));
     const taken = [];
     const buffers = (places) => {
       taken.push(memory.put(Uint32Array.from(places.flat())));
