@@ -66,13 +66,17 @@ typedef struct {
 /* How to prepare an image for the model. The caller resizes the image, crops or pads it, orders its channels,
  * multiplies values 0-255 by `rescale`, subtracts `mean` and divides by `std`.
  *
+ * interpolation: the filters of Pillow. All but "nearest" average pixels if an image gets smaller. They round to bytes
+ * after each of two passes, first along the rows. Other filters can change predictions. examples/web/prepare.mjs has all
+ * steps.
+ *
  * fit, if resize_shorter is 0: "stretch" resizes to exactly the height and width. The others keep the proportions: "cover"
  * makes the image as small as possible without falling below either side, and "contain" as large as possible without
  * exceeding either. position: "center" rounds half a pixel to the nearest even number, "center-floor" rounds it down. */
 typedef struct {
     int height, width;               /* after the crop */
     int resize_height, resize_width; /* before the crop; equal if resize_shorter is not 0 */
-    int resize_shorter;              /* not 0: resize the shorter side to this size and keep the proportions */
+    int resize_shorter;              /* not 0: resize the shorter side to this size; the other is rounded down */
     const char* interpolation;       /* "bilinear", "bicubic", "lanczos" or "nearest" */
     const char* fit;                 /* "stretch", "cover" or "contain" */
     const char* position;            /* of the crop or padded image: "center", "center-floor" or "top-left" */

@@ -1011,6 +1011,7 @@ private:
         demand(level >= 0, ADALOG_BAD_ARGUMENT, "the level %s does not run on this machine",
             options.level ? EXCERPT(options.level) : "");
         context_.reset(adalog_open(threads, level));
+        if (!context_ && threads == 1) throw std::bad_alloc();
         demand(bool(context_), ADALOG_NO_MEMORY, "threads = %d is more than this machine can start", threads);
         description_.level = LEVELS[level], description_.threads = threads;
     }
