@@ -214,7 +214,7 @@ private:
     // Keeps workers off the caller's processor. Linux often wakes them there, and they would share that processor with
     // the caller while others are idle.
     void make_way() {
-#ifdef __linux__
+#if defined(__linux__) && !defined(__ANDROID__)  // Android lacks the call until API level 36
         const int here = sched_getcpu();
         if (here < 0 || here == avoided) return;
         cpu_set_t others;
@@ -224,7 +224,7 @@ private:
         avoided = here;
 #endif
     }
-#ifdef __linux__
+#if defined(__linux__) && !defined(__ANDROID__)
     int avoided = -1;  // the processor that workers avoid
 #endif
     static void pause() {
