@@ -129,6 +129,9 @@ def test_options_that_do_not_fit(file):
     for threads in (0, 1.5, 1025):
         with pytest.raises(ValueError, match=f"threads = {threads} is not a whole number from 1 to 1024"):
             adalog.run.load(file, threads=threads)
+    for memory in (0, -1):
+        with pytest.raises(ValueError, match=f"memory = {memory} is too little: give a number of bytes of at least 1"):
+            adalog.run.load(file, memory=memory)
     with pytest.raises(MemoryError, match="takes more than the limit of 100000 bytes"):
         adalog.run.load(file, memory=100_000)
 

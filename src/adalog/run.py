@@ -95,13 +95,15 @@ class Model:
 
     Raises:
         ArtifactError: If the pack cannot be run.
-        ValueError: If the number of threads or the level is not available on this machine.
+        ValueError: If the number of threads or the level is not available here, or the memory is not positive.
     """
 
     def __init__(self, path: Path, threads: int, level: str | None, memory: int):
         self._library = _library()
         level = library.choose_level(level)
         library.check_threads(threads)
+        if memory < 1:
+            raise ValueError(f"memory = {memory!r} is too little: give a number of bytes of at least 1")
         error, pointer = _Error(), c_void_p()
         options = _Options(threads, level.encode(), memory)
         self._library.adalog_model_open(os.fsencode(path), byref(options), byref(pointer), byref(error))

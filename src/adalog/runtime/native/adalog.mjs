@@ -188,6 +188,8 @@ class Model {
 // Opens a pack. source: the bytes (ArrayBuffer, typed array or Blob), or the address of the file. options.level: the
 // kernels, "scalar" or "wasm"; default "wasm". options.memory: limit on the bytes of the open model; default 2 GiB.
 export async function load(source, options = {}) {
+  if (options.memory !== undefined && !(options.memory >= 1))
+    throw new Error(`options.memory = ${options.memory}: give a number of bytes of at least 1, or leave it out`);
   const pack = await read(source);
   compiled ??= compile();
   compiled.catch(() => (compiled = undefined)); // the next call tries again
