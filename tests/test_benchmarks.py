@@ -365,6 +365,26 @@ def test_load(tiny_demo, result_of, monkeypatch):
     assert row["ways"]["run"]["ready_seconds"] > 0
 
 
+@pytest.mark.parametrize(
+    ("table", "bits", "names", "value"),
+    [
+        ("1", "w4a4", ["adalog"], 63.52),
+        ("1", "w3a3", ["adalog-paper"], 31.56),
+        ("1", "w6a6", ["repq-vit"], 70.76),
+        ("2", "w4a4", ["adalog", "uniform", "alternating, ours"], 58.01),
+        ("2", "w4a4", ["uniform", "uniform", "FPCS, ours"], None),
+        ("5", "w3a3", ["FPCS, ours", "5 x 128 and a walk", "O(pn)"], 31.56),
+        ("5", "w3a3", ["brute force, ours", "64 x 64", "O(n²)"], 32.04),
+        ("A", "w4a4s3", ["log2", "ours"], 60.79),
+        ("B", "w4a4", ["twin", "no", "ours"], 60.96),
+    ],
+)
+def test_a_measured_row_stands_beside_the_papers_figure(table, bits, names, value):
+    """Read from the paper's text by hand."""
+    row = {"table": table, "bits": bits, "names": names}
+    assert accuracy_tables._published("timm:deit_tiny_patch16_224", row) == value
+
+
 def llvm_version():
     """The version of llvm-mca here, or 0."""
     mca = shutil.which("llvm-mca-19") or shutil.which("llvm-mca")
