@@ -6,7 +6,8 @@
 
 The search is the search of `adalog` on 32 images. The further stages are those of `adalog++`, and trainings of blocks:
 
-- correction: runs once for each number of images of --images. The first 32 images are the images of the search.
+- correction: runs once for each number of images of --images, and leaves out every eighth of them, which the training
+  holds out. The first 32 images are the images of the search.
 - end-to-end-alone: the training of `adalog++`. It starts from the correction with the most images, and uses the same
   images.
 - reconstruction (of blocks): starts from the same correction. Only if it is asked for.
@@ -48,7 +49,7 @@ from adalog import Calibration, Config, Correction, QuantizedModel, Reconstructi
 from adalog.calibration.compensate import correct
 from adalog.calibration.importance import row_weights
 from adalog.calibration.partial import Partial, fingerprint
-from adalog.calibration.reconstruct import reconstruct
+from adalog.calibration.reconstruct import reconstruct, without_held_out
 from adalog.calibration.stages import with_mirror_images
 from adalog.choices import Fitting
 from adalog.device import default_memory
@@ -202,7 +203,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
     def fitted(bits: str, seed: int, images: int) -> tuple[Assigned, float]:
         calibration, assigned, _ = searched(bits, seed)
         stage, choices = staged(f"{bits}-correction-{images}-{seed}"), choices_of("correction", images)
-        drawn = images_of(choices, seed)
+        drawn = without_held_out(images_of(choices, seed))
         done = stage.partial(drawn[0])
         assert isinstance(choices, Correction)
         program = calibration.program

@@ -7,7 +7,7 @@ import torch
 
 import adalog
 from adalog import Calibration, Correction, Reconstruction
-from adalog.calibration import compensate, reconstruct
+from adalog.calibration import compensate, reconstruct, stages
 from adalog.calibration.partial import assignment_json
 from adalog.calibration.stages import with_mirror_images
 from stored import deserialise, serialise
@@ -79,3 +79,27 @@ def test_fitting_mirror_images_is_fitting_images_that_include_them(tiniest, pool
     mirrored = results(calibration, replace(stage, mirrored=True))
     assert mirrored == results(by_hand, replace(stage, images=32))
     assert mirrored != results(calibration, stage)
+
+
+@pytest.mark.parametrize(("robust", "left_out"), [(True, {8, 16}), (False, set())])
+def test_a_correction_leaves_out_what_the_training_holds_out(tiniest, pool, fast, monkeypatch, robust, left_out):
+    """Images are recognised by a number in their first value."""
+    images, fitted = pool[:16].clone(), dict[str, set[int]]()
+    images[:, 0, 0, 0] = torch.arange(1.0, 17)
+
+    def record(name):
+        def run(program, images, assigned, *others, **more):
+            fitted[name] = {int(number) for number in images[0][:, 0, 0, 0]}
+            return list(assigned)
+
+        return run
+
+    for name in ("correct", "reconstruct"):
+        monkeypatch.setattr(stages, name, record(name))
+    training = Reconstruction(images=16, scope="model", robust=robust)
+    config = replace(fast, stages=(Correction(images=16), training))
+    Calibration(tiniest, images[:8], unlabelled=images).assign(config)
+    every = set(range(1, 17))
+    assert fitted == {"correct": every - left_out, "reconstruct": every}
+    Calibration(tiniest, images[:8], unlabelled=images).assign(replace(config, stages=(Correction(images=16),)))
+    assert fitted["correct"] == every

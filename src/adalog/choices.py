@@ -121,7 +121,8 @@ class Reconstruction:
     measurement: docs/benchmarks.
 
     Args:
-        images: Number of unlabelled images to fit. Every eighth of them is held out to evaluate the result.
+        images: Number of unlabelled images to fit. Every eighth of them is held out to evaluate the result. With
+            `robust`, earlier stages do not fit these either.
         iterations: Number of training steps per block.
         batch: Number of images per step.
         weights: How codes are trained. "adaround": each is the float weight rounded up or down. "latent": float values

@@ -27,6 +27,7 @@ from adalog.calibration.training import BatchedRounding, GroupInTraining, Side, 
 from adalog.calibration.values import Chunk, Values
 from adalog.choices import Reconstruction
 from adalog.device import multiplies_bfloat16, waits_for_launches
+from adalog.graph.capture import take
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Program, refs_of
 from adalog.graph.rewrite import Assigned, SiteGroup, rewrite
@@ -165,6 +166,11 @@ def reconstruct(
         quantized.change(rewrite(program, current), block.value_in)
         report(choices.iterations)
     return current
+
+
+def without_held_out(images: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the images that a training on these images does not hold out, for a stage before it to fit."""
+    return take(images, _split(torch.arange(len(images[0])))[0])
 
 
 def _split(numbers: Tensor) -> tuple[Tensor, Tensor]:

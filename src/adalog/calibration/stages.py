@@ -7,7 +7,7 @@ from torch import Tensor
 
 from adalog.calibration.compensate import correct
 from adalog.calibration.partial import Partial
-from adalog.calibration.reconstruct import reconstruct
+from adalog.calibration.reconstruct import reconstruct, without_held_out
 from adalog.calibration.schedule import Resources, assignments_codec
 from adalog.calibration.shared import ProductFields
 from adalog.choices import Correction, Fitting, Reconstruction
@@ -60,15 +60,21 @@ def run_stages(
 ) -> list[tuple[SiteGroup, Assignment]]:
     """Return the assignments after all of these stages.
 
+    A stage before a robust training does not fit the images that the training holds out. The outputs on these images
+    would then be better than on others, and the training would seem to make them worse.
+
     images: the calibration images. unlabelled: the images that stages may fit. partial: the opened file of the
     resources, for finished parts of stages that fit images. Ranks share the steps of a reconstruction. The first rank
     runs all other stages for all ranks, because each step of a stage starts from the results of the steps before it,
     and adding up sums over parts of the images would change their last bits.
     """
 
-    def run_stage(stage: Stage, assigned: Assigned) -> Assigned:
+    def run_stage(number: int, assigned: Assigned) -> Assigned:
+        stage = stages[number]
         if isinstance(stage, Fitting):
             fitted = images if stage.images is None else take(unlabelled, range(stage.images))
+            if any(isinstance(later, Reconstruction) and later.robust for later in stages[number + 1 :]):
+                fitted = without_held_out(fitted)
             if stage.mirrored:
                 fitted = with_mirror_images(fitted)
             if isinstance(stage, Correction):
@@ -88,13 +94,13 @@ def run_stages(
         ]
 
     current, coded = list(assigned), assignments_codec(images[0].device)
-    for stage in stages:
+    for number, stage in enumerate(stages):
         if isinstance(stage, Reconstruction):
-            current = list(run_stage(stage, current))
+            current = list(run_stage(number, current))
             continue
 
-        def run(stage: Stage = stage, before: Assigned = current) -> list[Assignment]:
-            return [assignment for _, assignment in run_stage(stage, before)]
+        def run(number: int = number, before: Assigned = current) -> list[Assignment]:
+            return [assignment for _, assignment in run_stage(number, before)]
 
         results = resources.ranks.by_first(run, coded)
         current = [(group, assignment) for (group, _), assignment in zip(assigned, results, strict=True)]
