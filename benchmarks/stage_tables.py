@@ -55,8 +55,9 @@ def stages_table() -> str:
     table, judged = _stages(results, seconds=True)
     note = (
         f"Top-1; in brackets, the agreement with full precision and the CPU seconds of the stage. {judged}. Neither "
-        "test images nor labels are fitted. When this was measured, the correction before a training also fitted the "
-        "images that the training held out, so one of the three trainings of DeiT-T at W4A4 was discarded."
+        "test images nor labels are fitted. When DeiT-T and TinyViT were measured, the correction before a training "
+        "also fitted the images that the training held out, so one of the three trainings of DeiT-T at W4A4 was "
+        "discarded."
     )
     return f"{table}\n\n{note} {source(*CURRENT.values())}"
 
