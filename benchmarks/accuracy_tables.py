@@ -215,10 +215,10 @@ def published_table() -> str:
         ((model, full),) = result["models"].items()
         (exact,) = find_published("1", model, "fp32", "fp32").values()
         for row in result["rows"]:
-            top1, told = 100 * row["top1"]["mean"], _published(model, row)
+            top1, published = 100 * row["top1"]["mean"], _published(model, row)
             cells = [row["table"], row["bits"].upper(), ", ".join(row["names"]).replace(", ours", "")]
             cells.append(f"{top1:.1f} % ({top1 / full['top1']:.0f})")
-            lines.append([*cells, "" if told is None else f"{told:.1f} % ({100 * told / exact:.0f})"])
+            lines.append([*cells, "" if published is None else f"{published:.1f} % ({100 * published / exact:.0f})"])
     note = (
         f"Top-1, and in brackets the percentage of full precision, which is {100 * full['top1']:.1f} % on these "
         f"{full['images']:,} photographs and {exact:.1f} % in the paper. A row of Tables 2, 5, A and B stands beside "
@@ -231,8 +231,8 @@ def published_table() -> str:
 
 def _published(model: str, row: Mapping[str, Any]) -> float | None:
     """Return the published top-1 [%] of the row with the released code that a measured row corresponds to, or None."""
-    rows = [each for each in TABLES[row["table"]].rows if each.config.bits == row["bits"] and each.method]
-    methods = {each.names[:1]: each.method for each in rows} | {each.names: each.method for each in rows}
+    others = [other for other in TABLES[row["table"]].rows if other.config.bits == row["bits"] and other.method]
+    methods = {other.names[:1]: other.method for other in others} | {other.names: other.method for other in others}
     cells = tuple(cell.replace("ours", "released") for cell in row["names"])
     # Searches of Table 5 differ in the numbers of candidates, so their first cells have to suffice.
     twins = (tuple(row["names"]), cells, (f"{cells[0].removesuffix('-paper')}-released",), cells[:1])

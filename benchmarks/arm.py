@@ -92,11 +92,11 @@ def count(program: Path, plugin: Path, pack: Path, level: str, images: np.ndarra
         emulated = [EMULATOR, "-cpu", "max,sve=off,sme=off", "-plugin", f"{plugin},counts={counts.name}", program]
         command = [*emulated, level, "1", pack, str(len(images))]
         subprocess.run(command, input=images.tobytes(), stdout=subprocess.DEVNULL, check=True)
-        found: Counter[Block] = Counter()
+        blocks: Counter[Block] = Counter()
         for line in counts:
             address, size, times = map(int, line.split())
-            found[address, size] += times  # a block may have been translated several times
-        return found
+            blocks[address, size] += times  # a block may have been translated several times
+        return blocks
 
 
 def listing(program: Path) -> dict[int, tuple[str, str]]:
@@ -109,13 +109,13 @@ def listing(program: Path) -> dict[int, tuple[str, str]]:
 
 def parse_listing(lines: Iterable[str]) -> dict[int, tuple[str, str]]:
     """Return the function and the instruction at each address from the lines of objdump."""
-    found, function = dict[int, tuple[str, str]](), ""
+    code, function = dict[int, tuple[str, str]](), ""
     for line in lines:
         if heading := re.match(r"[0-9a-f]+ <(.*)>:$", line):
             function = short_name(heading[1])
         elif entry := re.match(r"\s+([0-9a-f]+):\t(.*)$", line):
-            found[int(entry[1], 16)] = function, assembly(entry[2])
-    return found
+            code[int(entry[1], 16)] = function, assembly(entry[2])
+    return code
 
 
 def short_name(function: str) -> str:
@@ -127,7 +127,7 @@ def assembly(text: str) -> str:
     """Return an instruction of objdump for an assembler: without comments, and with targets that it accepts."""
     text = re.sub(r"\s*(//.*|<.*>)", "", text).replace("\t", " ").strip()
     return _JUMP.sub(
-        "b 64", _TARGET.sub(lambda found: f"{found[1]} {4096 if found[1].startswith('adr') else 64}", text)
+        "b 64", _TARGET.sub(lambda match: f"{match[1]} {4096 if match[1].startswith('adr') else 64}", text)
     )
 
 
@@ -147,12 +147,12 @@ def estimate(blocks: Mapping[Block, Sequence[str]], processor: str, mca: str) ->
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{mca} refused a block: {done.stderr[-500:]}")
-    found = dict[Block, Cycles]()
+    cycles = dict[Block, Cycles]()
     for region in json.loads(done.stdout[done.stdout.index("{") :])["CodeRegions"]:
         address, size = map(int, region["Name"].split())
         summary, unknown = region["SummaryView"], len(blocks[address, size]) - len(region["Instructions"])
-        found[address, size] = Cycles(summary["TotalCycles"] / TIMES, summary["BlockRThroughput"], unknown)
-    return found
+        cycles[address, size] = Cycles(summary["TotalCycles"] / TIMES, summary["BlockRThroughput"], unknown)
+    return cycles
 
 
 def product_cycles(level: str, processor: str, mca: str) -> float:
@@ -213,10 +213,10 @@ def rows_of(model: str, bits: str, built: tuple[Path, Path], mca: str, work: Pat
 
 
 def version_of(command: str, pattern: str) -> str:
-    """Return the version that a program tells."""
-    told = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(pattern, told)
-    return found[1] if found else ""
+    """Return the version that a program prints, or "" if it does not match the pattern."""
+    printed = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(pattern, printed)
+    return match[1] if match else ""
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -56,8 +56,7 @@ def stages_table() -> str:
     note = (
         f"Top-1; in brackets, the agreement with full precision and the CPU seconds of the stage. {judged}. Neither "
         "test images nor labels are fitted. When DeiT-T and TinyViT were measured, the correction before a training "
-        "also fitted the images that the training held out, so one of the three trainings of DeiT-T at W4A4 was "
-        "discarded."
+        "also fitted the images that the training held out, which made it likelier that a training was discarded."
     )
     return f"{table}\n\n{note} {source(*CURRENT.values())}"
 
