@@ -1,6 +1,5 @@
 """Vision transformers of every family go through with no code of their own: counts at full size, small ones whole."""
 
-import functools
 from collections import Counter
 
 import pytest
@@ -9,22 +8,20 @@ import torch
 import adalog
 import zoo
 from adalog import Config, Search, library
-from adalog.graph.activations import GELUS
 from adalog.graph.capture import capture
-from adalog.graph.sites import find_blocks, find_pairs, find_sites
+from adalog.graph.sites import census, find_blocks, find_pairs, find_sites
 from toys import decibels
 
 # --- counts at full size ---------------------------------------------------------------------------------------------
 
 
 def timm(name, **choices):
-    return functools.partial(_timm, name, **choices)
+    def make():
+        import timm
 
+        return timm.create_model(name, num_classes=10, **choices)
 
-def _timm(name, **choices):
-    import timm
-
-    return timm.create_model(name, num_classes=choices.pop("num_classes", 10), **choices)
+    return make
 
 
 def hf(name, config, **choices):
@@ -42,6 +39,7 @@ def hf(name, config, **choices):
 # DeiT-T and Swin-T are as deep as published; the others have 2 blocks, which differ from 12 in number alone. DeiT-T is
 # as wide; the others are narrow, since width changes no count. For ViTs of other libraries see test_sites.py.
 SHORT_AND_NARROW = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
+_MLP = {**SHORT_AND_NARROW, "intermediate_size": 96}
 FULL = {
     "timm deit_tiny": (timm("deit_tiny_patch16_224"), (49, 1, 12, 12, 12, 25)),
     "timm swin_tiny": (timm("swin_tiny_patch4_window7_224", embed_dim=24), (52, 1, 12, 12, 12, 27)),
@@ -49,20 +47,9 @@ FULL = {
     "hf dinov2": (hf("Dinov2ForImageClassification", "Dinov2Config", **SHORT_AND_NARROW), (13, 1, 2, 2, 2, 4)),
     # Beside 2 x 6 linears attention pooling: the probe's projection, one for keys and values together, one after it,
     # and an MLP of 2 behind a norm, which is the 5th pair. The norm before is an output of the model, so is no pair.
-    "hf siglip": (
-        hf("SiglipVisionModel", "SiglipVisionConfig", intermediate_size=96, **SHORT_AND_NARROW),
-        (17, 1, 3, 3, 3, 5),
-    ),
+    "hf siglip": (hf("SiglipVisionModel", "SiglipVisionConfig", **_MLP), (17, 1, 3, 3, 3, 5)),
     # 2 x 6, and two heads of 3 linears. The last norm, which they read, is an output of the model.
-    "hf yolos": (
-        hf(
-            *("YolosForObjectDetection", "YolosConfig"),
-            image_size=[64, 96],
-            intermediate_size=96,
-            **SHORT_AND_NARROW,
-        ),
-        (18, 1, 2, 2, 2, 4),
-    ),
+    "hf yolos": (hf("YolosForObjectDetection", "YolosConfig", image_size=[64, 96], **_MLP), (18, 1, 2, 2, 2, 4)),
 }
 
 
@@ -76,10 +63,8 @@ def test_counts_at_full_depth(name):
     images = torch.randn(2, 3, *(size if isinstance(size, (list, tuple)) else (size, size)))
     program = capture(model, images)
     sites = find_sites(program)
-    roles = Counter(site.role for site in sites)
-    after_gelu = sum(site.left_source.kind in GELUS for site in sites)
-    pairs = [pair for pair in find_pairs(program, sites, (images,)) if not pair.refusal]
-    assert (*(roles[role] for role in ("linear", "conv", "qk", "av")), after_gelu, len(pairs)) == expected
+    counts = census(program, sites, find_pairs(program, sites, (images,)))
+    assert tuple(counts[key] for key in zoo.COUNTS) == expected
     assert len(find_blocks(program)) == expected[3] + 2  # what comes before the first, and the head
 
 
@@ -103,7 +88,7 @@ def mobilevit(name):
     def make():
         from timm.models.mobilevit import model_cfgs
 
-        return _timm(name, blocks=model_cfgs[name].blocks[::2][:2])
+        return timm(name, blocks=model_cfgs[name].blocks[::2][:2])()
 
     return make
 
@@ -120,7 +105,13 @@ _TINY = {"depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2), "window_sizes": (4, 
 _SAM = {"img_size": 64, "embed_dim": 48, "depth": 2, "num_heads": 3, "use_rel_pos": True, "window_size": 3}
 _TWINS = {"embed_dims": (16, 32), "num_heads": (2, 2), "mlp_ratios": (2, 2), "depths": (2, 1), "sr_ratios": (2, 1)}
 _CROSS = {"img_scale": (1.0, 0.75), "patch_size": (16, 12), "embed_dim": (24, 32), "depth": ((1, 1, 0),)}
-_PIT = {"base_dims": (8, 8), "depth": (1, 1), "heads": (2, 4)}
+_PIT = {"img_size": 32, "stride": 4, "patch_size": 8, "mlp_ratio": 2}
+_PIT |= {"base_dims": (8, 8), "depth": (1, 1), "heads": (2, 4)}
+_DAVIT = {"depths": (1, 1), "embed_dims": (16, 32), "num_heads": (2, 2), "window_size": 4}
+_FORMER = {"depths": (1, 1, 1, 2), "embed_dims": (8, 8, 16, 32), "num_vit": 1}
+_MIT = {"widths": (8, 8, 16, 16, 32), "depths": (1,) * 5, "head_dim": 8, "head_widths": (32, 32)}
+_FAST = {"token_mixers": (*["repmixer"] * 3, "attention"), "embed_dims": (8, 16, 16, 32)}
+_FAST |= {"layers": (1, 1, 1, 1), "mlp_ratios": (2, 2, 2, 2)}
 _COAT = {"depths": (1, 1, 1, 1), "embed_dim": (32, 32, 64, 64)}
 _VOLO = {"embed_dims": (24, 48, 48, 48), "outlook_attention": (True, *[False] * 3), "layers": (1, 1, 1, 1)}
 _VOLO |= {"num_heads": (2, 2, 2, 2), "downsamples": (True, *[False] * 3), "mlp_ratio": 2}
@@ -141,67 +132,20 @@ FAMILIES = {
     # Queries by tables of relative positions, rows and columns, are products like those with keys.
     "mvit v2": (mvit, 32, (10, 7, 6, 2)),
     "sam": (of("vision_transformer_sam", "VisionTransformerSAM", global_attn_indexes=(1,), **_SAM), 64, (9, 3, 6, 2)),
-    "efficientformer": (
-        of("efficientformer", "EfficientFormer", depths=(1, 1, 1, 2), embed_dims=(8, 8, 16, 32), num_vit=1),
-        224,
-        (6, 13, 1, 1),
-    ),
+    "efficientformer": (of("efficientformer", "EfficientFormer", **_FORMER), 224, (6, 13, 1, 1)),
     # Attention whose heads a convolution mixes after the softmax.
-    "efficientformer v2": (
-        of(
-            *("efficientformer_v2", "EfficientFormerV2"),
-            img_size=64,
-            depths=(1, 1, 1, 2),
-            embed_dims=(8, 8, 16, 32),
-            num_vit=1,
-        ),
-        64,
-        (2, 41, 3, 3),
-    ),
+    "efficientformer v2": (of("efficientformer_v2", "EfficientFormerV2", img_size=64, **_FORMER), 64, (2, 41, 3, 3)),
     # Linear attention: Q (K^T V) without a softmax, so two products that are like those with keys.
-    "efficientvit of mit": (
-        of(
-            "efficientvit_mit",
-            "EfficientVit",
-            widths=(8, 8, 16, 16, 32),
-            depths=(1,) * 5,
-            head_dim=8,
-            head_widths=(32, 32),
-        ),
-        64,
-        (2, 30, 4, 0),
-    ),
-    "efficientvit of msra": (
-        of("efficientvit_msra", "EfficientVitMsra", **_LEVIT | _MSRA),
-        64,
-        (1, 59, 6, 6),
-    ),
-    "fastvit": (
-        of(
-            *("fastvit", "FastVit"),
-            layers=(1, 1, 1, 1),
-            token_mixers=(*["repmixer"] * 3, "attention"),
-            embed_dims=(8, 16, 16, 32),
-            mlp_ratios=(2, 2, 2, 2),
-        ),
-        64,
-        (3, 36, 1, 1),
-    ),
+    "efficientvit of mit": (of("efficientvit_mit", "EfficientVit", **_MIT), 64, (2, 30, 4, 0)),
+    "efficientvit of msra": (of("efficientvit_msra", "EfficientVitMsra", **_LEVIT | _MSRA), 64, (1, 59, 6, 6)),
+    "fastvit": (of("fastvit", "FastVit", **_FAST), 64, (3, 36, 1, 1)),
     "xcit": (of("xcit", "Xcit", img_size=32, patch_size=8, cls_attn_layers=1, **{**_VITS, "num_heads": 2}), 32, None),
     "twins": (of("twins", "Twins", img_size=64, wss=(4, 4), **_TWINS), 64, (14, 5, 3, 3)),
     "edgenext": (timm("edgenext_xx_small", depths=(1, 1, 1, 1)), 64, (15, 12, 3, 3)),
     "convit": (timm("convit_tiny", img_size=32, depth=1, embed_dim=48, num_heads=4), 32, (7, 1, 2, 0)),
     "volo": (of("volo", "VOLO", img_size=64, **_VOLO), 64, (29, 5, 5, 6)),
-    "davit": (
-        of("davit", "DaVit", depths=(1, 1), embed_dims=(16, 32), num_heads=(2, 2), window_size=4),
-        64,
-        (17, 10, 4, 4),
-    ),
-    "pit": (
-        of("pit", "PoolingVisionTransformer", img_size=32, stride=4, patch_size=8, mlp_ratio=2, **_PIT),
-        32,
-        (10, 2, 2, 2),
-    ),
+    "davit": (of("davit", "DaVit", **_DAVIT), 64, (17, 10, 4, 4)),
+    "pit": (of("pit", "PoolingVisionTransformer", **_PIT), 32, (10, 2, 2, 2)),
     "maxvit": (timm("maxvit_pico_rw_256", img_size=64, stem_width=8, depths=(1, 1), embed_dim=(32, 32)), 64, None),
     "coatnet": (timm("coatnet_pico_rw_224", img_size=64, stem_width=(8, 8), **_COAT), 64, None),
     "crossvit": (of("crossvit", "CrossVit", img_size=64, num_heads=(2, 2), mlp_ratio=(2, 2, 1), **_CROSS), 64, None),

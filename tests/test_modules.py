@@ -30,10 +30,6 @@ def quantized():
     return adalog.quantize(model(), TOKENS, tokens_config())
 
 
-def dynamically_quantized():
-    return torch.ao.quantization.quantize_dynamic(model(), {nn.Linear})
-
-
 def without_values():
     with torch.device("meta"):
         return model()
@@ -46,13 +42,10 @@ REFUSED = {
     "scripted": (lambda: torch.jit.script(model()), "a RecursiveScriptModule that torch.jit made: pass the"),
     "scripted function": (lambda: torch.jit.script(torch.nn.functional.relu), "a ScriptFunction that torch.jit made"),
     "dynamically quantized": (
-        dynamically_quantized,
+        lambda: torch.ao.quantization.quantize_dynamic(model(), {nn.Linear}),
         r"already quantized \(0 is a torch.*Linear\): pass the model with",
     ),
-    "quantized": (
-        quantized,
-        "already quantized .QuantizedModel is an adalog.model.QuantizedModel.: pass the model with",
-    ),
+    "quantized": (quantized, "quantized .QuantizedModel is an adalog.model.QuantizedModel.: pass the model with"),
     "with a quantized part": (lambda: nn.Sequential(quantized(), nn.GELU()), r"quantized \(0 is an adalog.model"),
     "compiled by adalog": (lambda: quantized().compile("torch"), "already quantized .Compiled is an adalog.runtime"),
     "state dict": (lambda: model().state_dict(), r"an? OrderedDict of weights: make the model, load them with"),

@@ -1,6 +1,7 @@
 """A part of a model is quantized where it stands, and nothing else of the model changes."""
 
 import copy
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -89,12 +90,16 @@ def test_what_a_call_gives_stays_what_it_was():
             call()
 
 
-def unchanged(model, backbone, before):
-    assert model.backbone is backbone
-    assert not backbone._forward_hooks
-    assert not backbone._forward_pre_hooks
+@contextmanager
+def unchanged(model, name):
+    """Give a part of a model by name, and check afterwards that nothing of the model changed."""
+    part, before = getattr(model, name), copy.deepcopy(model.state_dict())
+    yield part
+    assert getattr(model, name) is part
+    assert not part._forward_hooks
+    assert not part._forward_pre_hooks
     assert model.training
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 def fails(backbone, windows):
@@ -114,10 +119,8 @@ def fails(backbone, windows):
 )
 def test_nothing_changes_where_it_fails(call, error, words):
     model = Detector(call).train()
-    backbone, before = model.backbone, copy.deepcopy(model.state_dict())
-    with pytest.raises(error, match=words):
+    with unchanged(model, "backbone") as backbone, pytest.raises(error, match=words):
         adalog.quantize(backbone, IMAGES, CONFIG, within=model)
-    unchanged(model, backbone, before)
 
 
 class Encoder(nn.Module):
@@ -132,27 +135,19 @@ class Encoder(nn.Module):
         return {"features": self.mix(x if mask is None else x * mask)}
 
 
-class OfDicts(nn.Module):
+def of_dicts(call):
     """A detector that takes a list of dicts, one per image."""
 
-    def __init__(self, call):
-        super().__init__()
-        torch.manual_seed(0)
-        self.encoder, self.call = Encoder(), call
+    def function(m, batch):
+        return call(m.encoder, torch.stack([sample["image"] for sample in batch]))["features"]
 
-    def forward(self, batch):
-        return self.call(self.encoder, torch.stack([each["image"] for each in batch]))["features"]
+    torch.manual_seed(0)
+    return Toy(function, encoder=Encoder())
 
 
-class OfTensor(nn.Module):
+def of_tensor(detector):
     """A model that takes images, and calls a detector on dicts of them."""
-
-    def __init__(self, detector):
-        super().__init__()
-        self.detector = detector
-
-    def forward(self, images):
-        return self.detector([{"image": image} for image in images])
+    return Toy(lambda m, images: m.detector([{"image": image} for image in images]), detector=detector)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +161,8 @@ class OfTensor(nn.Module):
 )
 @torch.no_grad()
 def test_an_encoder_of_keyword_arguments_in_a_detector_of_dicts(call):
-    detector = OfDicts(call).eval()
-    model = OfTensor(detector).eval()
+    detector = of_dicts(call).eval()
+    model = of_tensor(detector).eval()
     expected = model(IMAGES)
     result = adalog.quantize(detector.encoder, IMAGES, CONFIG, within=model)
     assert detector.encoder is result
@@ -181,25 +176,21 @@ def test_an_encoder_of_keyword_arguments_in_a_detector_of_dicts(call):
         (
             lambda encoder, x: encoder(pixel_values=x),
             lambda detector: detector,
-            r"OfDicts fails on the images before it calls Encoder \(IndexError: .*pass Encoder alone",
+            r"Toy fails on the images before it calls Encoder \(IndexError: .*pass Encoder alone",
         ),
         (
             lambda encoder, x: encoder(pixel_values=x, image_sizes=[(16, 16)] * len(x)),
-            OfTensor,
+            of_tensor,
             "lists among the arguments of Encoder depend on the number of images.*choose a module inside it",
         ),
     ],
     ids=["dicts", "a size per image"],
 )
 def test_arguments_of_no_one_meaning_are_refused(call, wrap, words):
-    detector = OfDicts(call).train()
-    model, encoder, before = wrap(detector).train(), detector.encoder, copy.deepcopy(detector.state_dict())
-    with pytest.raises(CalibrationError, match=words) as refused:
-        adalog.quantize(encoder, IMAGES, CONFIG, within=model)
+    detector = of_dicts(call).train()
+    with unchanged(detector, "encoder") as encoder, pytest.raises(CalibrationError, match=words) as refused:
+        adalog.quantize(encoder, IMAGES, CONFIG, within=wrap(detector).train())
     assert "\n" not in str(refused.value)
-    assert detector.encoder is encoder
-    assert all(torch.equal(value, before[name]) for name, value in detector.state_dict().items())
-    assert not encoder._forward_hooks
 
 
 def test_a_loaded_model_takes_tensors_by_position():
@@ -218,32 +209,23 @@ def test_refuses_a_module_that_is_no_part():
             adalog.quantize(other, IMAGES, CONFIG, within=model)
 
 
-SMALL = {"image_size": [32, 32], "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
-
-
-def hf_vit():
-    from transformers import ViTConfig, ViTForImageClassification
-
-    model = ViTForImageClassification(ViTConfig(**{**SMALL, "image_size": 32}, intermediate_size=32))
-    return model, model.vit
-
-
-def hf_yolos():
-    from transformers import YolosConfig, YolosForObjectDetection
-
-    config = YolosConfig(**SMALL, intermediate_size=32, num_detection_tokens=4, use_mid_position_embeddings=False)
-    model = YolosForObjectDetection(config)
-    return model, model.vit
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8, "intermediate_size": 32}
+YOLOS = {"image_size": [32, 32], "num_detection_tokens": 4, "use_mid_position_embeddings": False}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [hf_vit, pytest.param(hf_yolos, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "choices"), [("ViTForImageClassification", {"image_size": 32}), ("YolosForObjectDetection", YOLOS)]
+)
 @torch.no_grad()
-def test_the_backbone_of_a_transformers_model(make):
+def test_the_backbone_of_a_transformers_model(name, choices):
     """Its outputs are of its own class, so that the head finds the fields that are not set."""
+    import transformers
+
+    kind = getattr(transformers, name)
     torch.manual_seed(0)
-    model, backbone = make()
-    model.eval()
+    model = kind(kind.config_class(**SMALL, **choices)).eval()
+    backbone = model.vit
     images = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     expected, features = model(images), backbone(images)
     result = adalog.quantize(backbone, images, CONFIG, within=model)
@@ -267,26 +249,24 @@ class Head(nn.Module):
         return {"scores": self.scores(self.hidden(x).relu())}
 
 
-class Pyramid(nn.Module):
+def pyramid(head, call, sizes):
     """A head on maps, by `call`, and one feature an image from what it gives."""
 
-    def __init__(self, head, call, sizes=(1, 2, 4)):
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem, self.head, self.call, self.sizes = nn.Conv2d(3, 8, 2, 2), head(), call, sizes
+    def function(m, images):
+        x = m.stem(images)
+        scores = call(m.head, [nn.functional.avg_pool2d(x, size) * size for size in sizes])
+        return torch.cat([value.mean((2, 3)) for value in scores], 1)
 
-    def forward(self, images):
-        x = self.stem(images)
-        found = self.call(self.head, [nn.functional.avg_pool2d(x, size) * size for size in self.sizes])
-        return torch.cat([value.mean((2, 3)) for value in found], 1)
+    torch.manual_seed(0)
+    return Toy(function, stem=nn.Conv2d(3, 8, 2, 2), head=head()).eval()
 
 
 def one_by_one(head, maps):
     return [head(value)["scores"] for value in maps]
 
 
-def together(head, maps):
-    return [value["scores"] for value in head(maps)]
+def together(head, maps, **choices):
+    return [value["scores"] for value in head(maps, **choices)]
 
 
 class Heads(Head):
@@ -309,18 +289,14 @@ CALLS = {
     "one size": (Head, one_by_one, (2, 2)),
     "a list": (Heads, together, (1, 2, 4)),
     "a tuple": (Heads, lambda head, maps: together(head, tuple(maps)), (1, 2)),
-    "a dict": (
-        Named,
-        lambda head, maps: together(lambda x: head(dict(zip("abc", x, strict=False)), scale=2.0), maps),
-        (1, 2),
-    ),
+    "a dict": (Named, lambda head, maps: together(head, dict(zip("abc", maps, strict=False)), scale=2.0), (1, 2)),
 }
 
 
 @pytest.mark.parametrize("case", CALLS)
 @torch.no_grad()
 def test_a_head_on_several_maps(case):
-    model = Pyramid(*CALLS[case]).eval()
+    model = pyramid(*CALLS[case])
     read = []
     hook = model.head.hidden.register_forward_pre_hook(lambda module, args: read.append(args[0]))
     expected = model(IMAGES)
@@ -331,14 +307,14 @@ def test_a_head_on_several_maps(case):
     assert sorted(result.program.weights) == ["hidden.weight", "scores.weight"]
     assert sorted(result.program.quantizers) == ["hidden.input", "scores.input"]
     assert [row.site for row in result.ledger] == ["hidden", "scores"]
-    assert len(read) == len(model.sizes)
+    assert len(read) == len(CALLS[case][2])
     low, high = min(float(value.min()) for value in read), max(float(value.max()) for value in read)
     assert float(result.program.quantizers["hidden.input"].scale) == pytest.approx((high - low) / 255, rel=1e-5)
 
 
 @torch.no_grad()
 def test_what_maps_of_several_sizes_gave_is_saved_for_any_size():
-    model = Pyramid(*CALLS["several sizes"]).eval()
+    model = pyramid(*CALLS["several sizes"])
     result = adalog.quantize(model.head, IMAGES, MINMAX, within=model)
     loaded = deserialise(serialise(result))
     assert loaded.quantized.shapes() == {"x": ["B", 8, "H", "W"]}
@@ -350,7 +326,7 @@ def test_what_maps_of_several_sizes_gave_is_saved_for_any_size():
 
 @torch.no_grad()
 def test_a_list_is_saved_as_its_members():
-    model = Pyramid(*CALLS["a list"]).eval()
+    model = pyramid(*CALLS["a list"])
     result = adalog.quantize(model.head, IMAGES, MINMAX, within=model, sizes="free")
     loaded = deserialise(serialise(result))
     assert list(loaded.quantized.shapes()) == ["maps_0", "maps_1", "maps_2"]
@@ -382,14 +358,14 @@ class Mixing(nn.Module):
     ],
 )
 def test_calls_that_cannot_share(head, call, words):
-    model = Pyramid(head, call, (1, 2)).eval()
+    model = pyramid(head, call, (1, 2))
     with pytest.raises(CalibrationError, match=words):
         adalog.quantize(model.head, IMAGES, MINMAX, within=model)
 
 
 @torch.no_grad()
 def test_attention_called_on_maps_of_one_size():
-    model = Pyramid(Mixing, one_by_one, (2, 2)).eval()
+    model = pyramid(Mixing, one_by_one, (2, 2))
     expected = model(IMAGES)
     adalog.quantize(model.head, IMAGES, MINMAX, within=model)
     assert_close(model(IMAGES), expected, least=20)

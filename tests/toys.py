@@ -7,6 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from adalog import Config
+from adalog.graph.capture import capture
+from adalog.graph.operations import OPERATIONS
 from adalog.study.evaluate import predict
 
 IMAGES = torch.randn(7, 3, 32, 32, generator=torch.Generator().manual_seed(2))
@@ -32,6 +34,11 @@ class Toy(nn.Module):
         return self.function(self, x)
 
 
+def model_of(forward, **modules):
+    """A model with this forward method."""
+    return type("Model", (Toy,), {"forward": forward})(forward, **modules).eval()
+
+
 def values(output):
     """The tensors of nested outputs, in order."""
     if isinstance(output, torch.Tensor):
@@ -49,6 +56,20 @@ def assert_same(model, program, images, tolerance=1e-5):
         assert actual.dtype == expected.dtype
         assert expected.abs().max() > 0
         assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def check_capture(model, images=IMAGES):
+    """Capture the model on two inputs, compare it on all of them and on one, and return the program."""
+    program = capture(model.eval(), images[:2])
+    assert {node.op for node in program.nodes} <= OPERATIONS
+    assert_same(model, program, images)
+    assert_same(model, program, images[:1])
+    return program
+
+
+def ops(program):
+    """The names of the operations in order, without overloads."""
+    return [node.op.removeprefix("aten.").split(".")[0] for node in program.nodes]
 
 
 class Attention(nn.Module):

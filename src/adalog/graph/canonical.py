@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from adalog.graph.operations import OPERATIONS, PRODUCTS, aten
-from adalog.graph.program import Arg, Node, Program, Ref, map_refs, refs_of
+from adalog.graph.program import Arg, Node, Program, Ref, map_refs
 from adalog.graph.sites import find_source
 
 # Arguments that are parameters: (operation, position) -> "weight" or "bias".
@@ -57,37 +57,38 @@ class OpCall:
         size = meta.shape[dim]
         return size if isinstance(size, int) else self.emit("aten.sym_size.int", value, dim, part="_size")
 
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """All dimensions of the first argument."""
+        return tuple(range(self.metas[0].ndim))
+
     def arguments(self) -> dict[str, Any]:
         """Return all arguments by their names in PyTorch, with the defaults of those that are left out."""
-        arguments = _operation(self.op)._schema.arguments
-        defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-        own = zip((argument.name for argument in arguments), self.args, strict=False)
-        return {**defaults, **dict(own), **self.kwargs}
+        parameters = _operation(self.op)._schema.arguments
+        defaults = {parameter.name: parameter.default_value for parameter in parameters}
+        return defaults | dict(zip(defaults, self.args, strict=False)) | dict(self.kwargs)
 
 
 def unfold_attention(call: OpCall) -> Ref:
     """Unfold softmax(Q K^T scale + mask) V into separate operations, so that its two products become sites."""
     values = call.arguments()
     query, key = call.metas[:2]
-    shared = query.shape[-3] // key.shape[-3] if values.get("enable_gqa") else 1
+    shared = query.shape[-3] // key.shape[-3] if values["enable_gqa"] else 1
     if shared > 1:  # heads that share keys and values
         for name in ("key", "value"):
             values[name] = call.emit("aten.repeat_interleave.self_int", values[name], shared, -3, part=f"_{name}s")
-    scale = values.get("scale")
-    if scale is None:
-        scale = 1 / math.sqrt(call.metas[0].shape[-1])
+    scale = 1 / math.sqrt(query.shape[-1]) if values["scale"] is None else values["scale"]
     transposed = call.emit("aten.transpose.int", values["key"], -2, -1, part="_kt")
     scores = call.emit("aten.matmul.default", values["query"], transposed, part="_qk")
     scores = call.emit("aten.mul.Tensor", scores, scale, part="_scaled")
-    mask = values.get("attn_mask")
-    if mask is not None:
+    if (mask := values["attn_mask"]) is not None:
         meta = call.metas[3] if len(call.metas) > 3 else call.meta_kwargs["attn_mask"]
         if meta.dtype == torch.bool:
             hidden = call.emit("aten.logical_not.default", mask, part="_hidden")
             scores = call.emit("aten.masked_fill.Scalar", scores, hidden, -math.inf, part="_masked")
         else:
             scores = call.emit("aten.add.Tensor", scores, mask, part="_masked")
-    if values.get("is_causal"):  # a token does not read later ones
+    if values["is_causal"]:  # a token does not read later ones
         rows = call.emit("aten.arange.default", call.size(values["query"], query, -2), part="_rows")
         columns = call.emit("aten.arange.default", call.size(values["key"], key, -2), part="_columns")
         later = call.emit("aten.gt.Tensor", columns, call.emit("aten.unsqueeze.default", rows, -1), part="_later")
@@ -201,57 +202,35 @@ def unfold_vector_product(call: OpCall) -> Ref | None:
     return call.emit("aten.squeeze.dims", product, dims)
 
 
-def unfold_added_product(call: OpCall) -> Ref:
-    """Write beta * added + alpha * (left @ right) as separate operations."""
-    term, left, right = call.args
-    alpha, beta = call.kwargs.get("alpha", 1), call.kwargs.get("beta", 1)
-    product = call.emit("aten.matmul.default", left, right, part="_product")
-    if alpha != 1:
-        product = call.emit("aten.mul.Tensor", product, alpha, part="_scaled")
-    if beta != 1:
-        term = call.emit("aten.mul.Tensor", term, beta, part="_weighed")
-    return call.emit("aten.add.Tensor", term, product)
-
-
 def _unfold_added(op: str) -> Callable[[OpCall], Ref]:
-    """Return a rewrite of `addcmul` or `addcdiv`, value + number * op(one, other), as separate operations."""
+    """Return a rewrite of beta * term + alpha * op(left, right) as separate operations; alpha may be called value."""
 
     def unfold(call: OpCall) -> Ref:
         values = call.arguments()
-        result = call.emit(op, values["tensor1"], values["tensor2"], part="_product")
-        if values["value"] != 1:
-            result = call.emit("aten.mul.Tensor", result, values["value"], part="_scaled")
-        return call.emit("aten.add.Tensor", values["self"], result)
+        term, left, right = list(values.values())[:3]
+        alpha, beta = values.get("alpha", values.get("value")), values.get("beta", 1)
+        product = call.emit(op, left, right, part="_product")
+        if alpha != 1:
+            product = call.emit("aten.mul.Tensor", product, alpha, part="_scaled")
+        if beta != 1:
+            term = call.emit("aten.mul.Tensor", term, beta, part="_weighed")
+        return call.emit("aten.add.Tensor", term, product)
 
     return unfold
 
 
 def unfold_named_padding(call: OpCall) -> Ref:
-    """Write a convolution with padding "same" or "valid" with the padding as numbers.
-
-    If the total padding is odd, the extra row goes to the bottom and the extra column to the right.
-    """
-
-    def of(
-        image: Ref,
-        weight: Ref,
-        bias: Ref | None = None,
-        stride: Sequence[int] = (1, 1),
-        padding: str = "valid",
-        dilation: Sequence[int] = (1, 1),
-        groups: int = 1,
-    ) -> Ref:
-        kernel = call.metas[1].shape[2:]
-        totals = [step * (size - 1) * (padding == "same") for step, size in zip(dilation, kernel, strict=True)]
-        sides = tuple(total // 2 for total in totals)
-        if any(total % 2 for total in totals):
-            (top, left), (height, width) = sides, totals
-            zeros = (left, width - left, top, height - top)
-            image = call.emit("aten.constant_pad_nd.default", image, zeros, part="_pad")
-            sides = (0, 0)
-        return call.emit("aten.conv2d.default", image, weight, bias, stride, sides, dilation, groups)
-
-    return of(*call.args)
+    """Write a convolution with padding "same" or "valid" with the padding as numbers."""
+    image, weight, bias, stride, padding, dilation, groups = call.arguments().values()
+    kernel = call.metas[1].shape[2:]
+    totals = [step * (size - 1) * (padding == "same") for step, size in zip(dilation, kernel, strict=True)]
+    sides = tuple(total // 2 for total in totals)
+    if any(total % 2 for total in totals):  # the extra row goes to the bottom, the extra column to the right
+        (top, left), (height, width) = sides, totals
+        zeros = (left, width - left, top, height - top)
+        image = call.emit("aten.constant_pad_nd.default", image, zeros, part="_pad")
+        sides = (0, 0)
+    return call.emit("aten.conv2d.default", image, weight, bias, tuple(stride), sides, tuple(dilation), groups)
 
 
 def unfold_mask_index(call: OpCall) -> Ref | None:
@@ -268,10 +247,7 @@ def unfold_mask_index(call: OpCall) -> Ref | None:
 
 
 def unfold_mask_write(call: OpCall) -> Ref | None:
-    """Write x[mask] = value, with one value for all positions of the mask, as where(mask, value, x).
-
-    If the mask decides how many values are written, the write becomes a `masked_scatter`, for `choose_by_masks`.
-    """
+    """Write x[mask] = value as where(mask, value, x) or, if value has an entry per true one, as `masked_scatter`."""
     x, indices, value = call.args[:3]
     target, metas, source = call.metas[:3]
     lead = next((axis for axis, meta in enumerate(metas) if meta is not None), 0)
@@ -338,7 +314,7 @@ def unfold_any_or_all(call: OpCall) -> Ref:
     """Write `any` and `all` as a comparison of the number of values that decide, those unlike or like zero, with 0."""
     values, is_any = call.arguments(), call.op.startswith("aten.any.")
     dims = values.get("dim")
-    dims = (dims,) if isinstance(dims, int) else dims or tuple(range(call.metas[0].ndim))
+    dims = (dims,) if isinstance(dims, int) else dims or call.dims
     deciding = call.emit("aten.ne.Scalar" if is_any else "aten.eq.Scalar", values["self"], 0, part="_deciding")
     count = call.emit("aten.sum.dim_IntList", deciding, dims, bool(values.get("keepdim")), part="_count")
     return call.emit("aten.gt.Scalar" if is_any else "aten.eq.Scalar", count, 0)
@@ -386,8 +362,7 @@ def unfold_cosine(call: OpCall) -> Ref:
 def unfold_logsumexp(call: OpCall) -> Ref:
     """Write log(sum(exp(x))) with the largest value subtracted before and added after, unless it is infinite."""
     values = call.arguments()
-    value, dims, keep = values["self"], values["dim"], values["keepdim"]
-    dims = dims or tuple(range(call.metas[0].ndim))
+    value, dims, keep = values["self"], values["dim"] or call.dims, values["keepdim"]
     most = call.emit("aten.amax.default", value, dims, True, part="_most")
     infinite = call.emit("aten.eq.Scalar", call.emit("aten.abs.default", most, part="_abs"), math.inf, part="_infinite")
     most = call.emit("aten.masked_fill.Scalar", most, infinite, 0.0, part="_shift")
@@ -409,25 +384,9 @@ def unfold_scatter(call: OpCall) -> Ref | None:
     return call.emit(call.op, value, dim, index, source) if dims else None
 
 
-def _of_all(op: str) -> Callable[[OpCall], Ref]:
-    """Return a rewrite of a reduction of all dimensions as one that names them."""
-    return lambda call: call.emit(op, call.args[0], tuple(range(call.metas[0].ndim)))
-
-
-def _unfold_masked_fill(call: OpCall) -> Ref:
-    """Write a masked fill with a tensor as a choice."""
-    value, mask, fill = call.args
-    return call.emit("aten.where.self", mask, fill, value)
-
-
 def _respell(op: str, *last: Arg, **named: Arg) -> Callable[[OpCall], Ref]:
     """Return a rewrite that emits the operation as `op`, with further arguments after its own."""
     return lambda call: call.emit(op, *call.args, *last, **call.kwargs, **named)
-
-
-def _unfold_transpose(call: OpCall) -> Ref:
-    """Write `x.T` as a permutation."""
-    return call.emit("aten.permute.default", call.args[0], tuple(reversed(range(call.metas[0].ndim))))
 
 
 def _with_correction(op: str) -> Callable[[OpCall], Ref]:
@@ -470,7 +429,7 @@ UNFOLDED: Mapping[str, Callable[[OpCall], Any]] = {
     **{f"aten.{name}": _respell(f"aten.{other}") for name, other in _ALIASES.items()},
     # Values are real.
     **dict.fromkeys(aten("mT.default mH.default adjoint.default"), _respell("aten.transpose.int", -2, -1)),
-    "aten.numpy_T.default": _unfold_transpose,
+    "aten.numpy_T.default": lambda call: call.emit("aten.permute.default", call.args[0], call.dims[::-1]),
     **dict.fromkeys(
         aten("floor_divide.default floor_divide.Tensor floor_divide.Scalar"),
         _respell("aten.div.Tensor_mode", rounding_mode="floor"),
@@ -481,14 +440,13 @@ UNFOLDED: Mapping[str, Callable[[OpCall], Any]] = {
     "aten.einsum.default": unfold_einsum,
     "aten.matmul.default": unfold_vector_product,
     "aten.mv.default": unfold_vector_product,
-    "aten.baddbmm.default": unfold_added_product,
-    "aten.addmm.default": unfold_added_product,
+    **dict.fromkeys(aten("baddbmm.default addmm.default"), _unfold_added("aten.matmul.default")),
     "aten.addcmul.default": _unfold_added("aten.mul.Tensor"),
     "aten.addcdiv.default": _unfold_added("aten.div.Tensor"),
     "aten.conv2d.padding": unfold_named_padding,
     "aten.index.Tensor": unfold_mask_index,
     "aten.index_put.default": unfold_mask_write,
-    "aten.masked_fill.Tensor": _unfold_masked_fill,
+    "aten.masked_fill.Tensor": lambda call: call.emit("aten.where.self", *call.args[1:], call.args[0]),
     "aten.unfold.default": unfold_windows,
     **dict.fromkeys(aten("tensor_split.sections tensor_split.indices"), unfold_tensor_split),
     **dict.fromkeys(aten("hsplit.int hsplit.array"), partial(unfold_tensor_split, dim=1)),
@@ -500,8 +458,8 @@ UNFOLDED: Mapping[str, Callable[[OpCall], Any]] = {
     "aten.nan_to_num.default": unfold_nan_to_num,
     "aten.cosine_similarity.default": unfold_cosine,
     "aten.logsumexp.default": unfold_logsumexp,
-    "aten.max.default": _of_all("aten.amax.default"),
-    "aten.min.default": _of_all("aten.amin.default"),
+    "aten.max.default": lambda call: call.emit("aten.amax.default", call.args[0], call.dims),
+    "aten.min.default": lambda call: call.emit("aten.amin.default", call.args[0], call.dims),
 }
 
 
@@ -510,25 +468,21 @@ UNFOLDED: Mapping[str, Callable[[OpCall], Any]] = {
 
 def softmax_left(program: Program) -> Program:
     """Rewrite V^T A^T as (A V)^T, so that a softmax is always the left operand of its product."""
-    makers = {node.name: node for node in program.nodes}
     nodes: list[Node] = []
 
     def transpose(value: Ref, name: str, scope: str) -> Ref:
-        maker = makers.get(value.name)
+        maker = program.makers.get(value.name)
         if maker is not None and maker.op == "aten.transpose.int" and set(maker.args[1:]) == {-2, -1}:
             return maker.args[0]
         nodes.append(Node(name, "aten.transpose.int", (value, -2, -1), scope=scope))
         return Ref(name)
 
     for node in program.nodes:
-        sources = [find_source(program, makers, ref.name).kind for ref in node.args] if node.op in PRODUCTS[2:] else []
+        sources = [find_source(program, ref.name).kind for ref in node.args] if node.op in PRODUCTS[2:] else []
         if sources[1:] == ["softmax"] and sources[0] not in ("softmax", "weight"):
-            value, weights = node.args
-            args = (
-                transpose(weights, f"{node.name}#left", node.scope),
-                transpose(value, f"{node.name}#right", node.scope),
-            )
-            nodes.append(replace(node, name=f"{node.name}#product", args=args))
+            left = transpose(node.args[1], f"{node.name}#left", node.scope)
+            right = transpose(node.args[0], f"{node.name}#right", node.scope)
+            nodes.append(replace(node, name=f"{node.name}#product", args=(left, right)))
             transpose(Ref(nodes[-1].name), node.name, node.scope)
         else:
             nodes.append(node)
@@ -554,10 +508,9 @@ def share_equal_values(program: Program) -> Program:
 
 def choose_by_masks(program: Program) -> Program:
     """Rewrite x[mask] = y[mask] to where(mask, y, x), whose size does not depend on the values of the mask."""
-    makers = {node.name: node for node in program.nodes}
 
     def args_of(op: str, value: Any) -> tuple[Arg, ...]:
-        node = makers.get(value.name) if isinstance(value, Ref) else None
+        node = program.makers.get(value.name) if isinstance(value, Ref) else None
         return node.args if node is not None and node.op == op else ()
 
     def choose(node: Node) -> Node:
@@ -581,13 +534,12 @@ def choose_by_masks(program: Program) -> Program:
 def store_parameters(program: Program) -> Program:
     """Compute the weights, biases and products that depend on stored tensors alone, and store the results.
 
-    Examples are a bias concatenated from several tensors, and the MLP of a position table. A product x W with a stored
-    matrix W becomes a linear with the transpose of W.
+    A product x W with a stored matrix W becomes a linear with the transpose of W.
     """
     constant = _constants(program)
     read_as = {value: (node, part) for node in reversed(program.nodes) for value, part in _parameters(node)}
     stored: dict[str, str] = {}  # computed value -> name of the tensor that it becomes
-    taken = _names(program)
+    taken = {*program.inputs, *program.tensors, *program.makers}
     for node in program.nodes:
         for value in (*[node.name] * (node.op in PRODUCTS), *dict(_parameters(node))):
             if value in constant and value not in program.tensors and value not in stored:
@@ -614,21 +566,18 @@ def _parameters(node: Node) -> list[tuple[str, str]]:
 
 
 def store_constants(program: Program) -> Program:
-    """Compute what operations outside the whitelist make of stored tensors and numbers alone, and store the results.
-
-    A program can store tensors and numbers. Operations on other results, such as lists and complex tensors, are
-    computed too.
-    """
+    """Compute what operations outside the whitelist make of stored tensors and numbers alone, and store the results."""
     constant = _constants(program)
     names = {node.name for node in program.nodes if node.name in constant and node.op not in OPERATIONS}
     more, computed = names, dict[str, Any]()
-    while more:
+    while more:  # what reads results that a program cannot store, such as lists and complex tensors, is computed too
         computed = _compute(program, constant, names)
         unstored = {name for name, value in computed.items() if not _is_storable(value)}
         readers = (node for node in program.nodes if node.name in constant and not unstored.isdisjoint(node.refs()))
         more = {node.name for node in readers} - names
         names |= more
-    taken, tensors, values = _names(program), dict(program.tensors), dict[str, Any]()
+    taken = {*program.inputs, *program.tensors, *program.makers}
+    tensors, values = dict(program.tensors), dict[str, Any]()
     for node in program.nodes:
         value = computed.get(node.name)
         if isinstance(value, Tensor) and _is_storable(value):
@@ -690,10 +639,6 @@ def _is_storable(value: Any) -> bool:
     return isinstance(value, (bool, int, float))
 
 
-def _names(program: Program) -> set[str]:
-    return {*program.tensors, *program.inputs, *(node.name for node in program.nodes)}
-
-
 def _name_in(taken: set[str], node: Node, part: str) -> str:
     """Return a name for a tensor that is stored for a node, and add it to the names that are taken."""
     name = f"{node.scope}.{part}".lstrip(".")
@@ -707,32 +652,25 @@ def fold_batch_norms(program: Program) -> Program:
 
     y = (conv(x) - mean) g + b with g = weight / sqrt(variance + eps) is one convolution with other weights.
     """
-    makers = {node.name: node for node in program.nodes}
-    readers = program.consumers()
-    uses = [*refs_of(program.output), *(name for node in program.nodes for name in node.refs())]
-    outputs = set(refs_of(program.output))
     tensors, names, replaced = dict(program.tensors), dict[str, str](), dict[str, Node]()
     for norm in program.nodes:
-        if norm.op != "aten.batch_norm.default":
+        conv = program.makers.get(norm.args[0].name) if norm.op == "aten.batch_norm.default" else None
+        if conv is None or conv.op != "aten.conv2d.default" or program.uses[conv.name] != 1:
             continue
-        conv = makers.get(norm.args[0].name)
-        if conv is None or conv.op != "aten.conv2d.default" or len(readers[conv.name]) != 1 or conv.name in outputs:
+        parameters, weight_name = norm.args[1:5], conv.args[1].name
+        if None in parameters[2:]:  # the norm uses the batch's own statistics
             continue
-        if norm.args[3] is None or norm.args[4] is None:  # the norm uses the batch's own statistics
+        if not all(arg is None or arg.name in tensors for arg in parameters):  # a parameter is computed
             continue
-        if not all(arg is None or arg.name in tensors for arg in norm.args[1:5]):  # a parameter is computed
+        if weight_name not in tensors or program.uses[weight_name] != 1:
             continue
-        weight_name = conv.args[1].name
-        if weight_name not in tensors or uses.count(weight_name) != 1:
-            continue
-        mean, variance = (tensors[norm.args[i].name].double() for i in (3, 4))
+        gamma, beta, mean, variance = (arg and tensors[arg.name].double() for arg in parameters)
         gain = torch.rsqrt(variance + norm.args[7])
-        if norm.args[1] is not None:
-            gain = gain * tensors[norm.args[1].name].double()
-        bias = -mean * gain if norm.args[2] is None else tensors[norm.args[2].name].double() - mean * gain
-        old_bias = conv.args[2] if len(conv.args) > 2 else None
-        if old_bias is not None:
-            bias = bias + tensors[old_bias.name].double() * gain
+        if gamma is not None:
+            gain = gain * gamma
+        bias = -mean * gain if beta is None else beta - mean * gain
+        if len(conv.args) > 2 and conv.args[2] is not None:
+            bias = bias + tensors[conv.args[2].name].double() * gain
         weight = tensors[weight_name]
         tensors[weight_name] = (weight.double() * gain.view(-1, 1, 1, 1)).to(weight.dtype)
         bias_name = f"{weight_name.removesuffix('.weight')}.folded_bias"

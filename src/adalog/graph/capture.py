@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, fx, nn
@@ -38,12 +38,7 @@ Sizes = Literal["fixed", "free"]
 _STRETCHED = ((1.25, 1.5), (1.5, 2.0), (2.0, 1.0), (3.0, 2.0), (0.75, 1.25), (2.0, 2.0), (0.5, 0.5))
 
 _SYMBOLIC: dict[Any, str] = {
-    operator.add: "sym.add",
-    operator.sub: "sym.sub",
-    operator.mul: "sym.mul",
-    operator.floordiv: "sym.floordiv",
-    operator.mod: "sym.mod",
-    operator.neg: "sym.neg",
+    **{getattr(operator, name): f"sym.{name}" for name in ("add", "sub", "mul", "floordiv", "mod", "neg")},
     operator.getitem: "getitem",
 }
 # Functions that round a quotient of sizes. Those that round towards zero round down if it is not negative.
@@ -109,10 +104,7 @@ def capture(model: nn.Module, inputs: Tensor | Sequence[Any], sizes: Sizes = "fi
 
 
 def as_batch(inputs: Tensor | Sequence[Any]) -> tuple[Any, ...]:
-    """Return the positional inputs as a tuple.
-
-    Raises CaptureError unless all tensors hold the same number of images, at least one.
-    """
+    """Return the inputs as a tuple. Raises CaptureError unless all tensors hold equally many images, at least one."""
     tensors = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     counts = [len(value) if value.ndim else None for value in tensors if isinstance(value, Tensor)]
     if not counts or len(set(counts)) > 1 or not counts[0]:
@@ -187,19 +179,17 @@ def _import(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> Progr
 
 def _check_operations(model: nn.Module, program: Program, sources: Mapping[str, fx.Node]) -> None:
     """Raise CaptureError if a program holds operations outside the whitelist. sources: exported operations by name."""
-    unknown = [
-        node
-        for node in program.nodes
-        if node.op not in OPERATIONS or any(isinstance(leaf, complex) for leaf in leaves_of(node.args))
-    ]
-    if not unknown:
-        return
-    places = {f"{node.op}{at(place_of_node(sources[node.name]))}" for node in unknown}
-    ways = {_WAYS_OUT[node.op] for node in unknown if node.op in _WAYS_OUT}
-    raise CaptureError(
-        f"{type(model).__name__} uses {', '.join(sorted(places))}, which adalog cannot store or run on values that "
-        f"depend on the images: {ways.pop() if len(ways) == 1 else WITHOUT_IT}"
-    )
+    places, ways = set[str](), set[str]()
+    for node in program.nodes:
+        if node.op not in OPERATIONS or any(isinstance(leaf, complex) for leaf in leaves_of(node.args)):
+            places.add(f"{node.op}{at(place_of_node(sources[node.name]))}")
+            if node.op in _WAYS_OUT:
+                ways.add(_WAYS_OUT[node.op])
+    if places:
+        raise CaptureError(
+            f"{type(model).__name__} uses {', '.join(sorted(places))}, which adalog cannot store or run on values "
+            f"that depend on the images: {ways.pop() if len(ways) == 1 else WITHOUT_IT}"
+        )
 
 
 def _check_weights(model: nn.Module, program: Program) -> None:
@@ -231,14 +221,13 @@ def _check_any_batch(model: nn.Module, export: torch.export.ExportedProgram) -> 
 class _Importer:
     """Importer of an exported graph into nodes, whose operations may be outside the whitelist.
 
-    sources: the exported operation of each node, by the node's name.
     An in-place write becomes a new value. If the written tensor is a view of another tensor, the importer puts the new
     value back into that tensor, and computes other views of it again when they are next read.
     """
 
     def __init__(self, model: str, names: Iterable[str]):
         self.nodes: list[Node] = []
-        self.sources: dict[str, fx.Node] = {}
+        self.sources: dict[str, fx.Node] = {}  # the exported operation of each node, by the node's name
         self._model = model
         self._names = set(names)
         self._values: dict[fx.Node, Arg] = {}
@@ -266,7 +255,7 @@ class _Importer:
         if op in _IDENTITIES or (op in PADS and not any(args[1])):
             return args[0]
         if op in _CASTS:
-            return args[0] if _dtype(node) == _dtype(node.args[0]) else self._cast(node, args[0])
+            return self._cast(node, node.args[0], args[0])
         if op in _NEW:  # the first argument only determines the device and dtype
             return self._emit(node, _NEW[op], *args[1:], dtype=_dtype(node))
         if op == "getitem" and isinstance(args[0], tuple):
@@ -317,17 +306,15 @@ class _Importer:
         self.nodes.append(Node(name, op, args, kwargs, _scope(source)))
         return Ref(name)
 
-    def _cast(self, node: fx.Node, value: Arg) -> Ref:
-        return self._emit(node, "aten.to.dtype", value, _dtype(node))
+    def _cast(self, node: fx.Node, source: Any, value: Arg) -> Arg:
+        """Return `value`, which `source` computes, in the dtype of `node`."""
+        return value if _dtype(node) == _dtype(source) else self._emit(node, "aten.to.dtype", value, _dtype(node))
 
     def _inline(self, node: fx.Node, op: str) -> Arg:
         """Import a region that has its own global settings; only autocast changes the values, and is unsupported."""
         region, *operands = node.args[_REGIONS[op] :]
-        owner = node.graph.owning_module
-        assert isinstance(region, fx.Node)
-        assert owner is not None
-        graph = owner.get_submodule(str(region.target)).graph
-        assert isinstance(graph, fx.Graph)
+        owner: Any = node.graph.owning_module
+        graph = owner.get_submodule(cast(fx.Node, region).target).graph
         if op == "wrap_with_autocast" and node.args[2]:
             place = next(filter(None, map(place_of_node, graph.nodes)), "")
             raise CaptureError(
@@ -359,8 +346,7 @@ class _Importer:
         target = node.args[0]
         assert isinstance(target, fx.Node)
         if op in ("aten.copy_.default", "aten.fill_.Tensor"):
-            value = args[1] if _dtype(node) == _dtype(node.args[1]) else self._cast(node, args[1])
-            new = self._emit(node, "aten.expand_as.default", value, args[0])
+            new = self._emit(node, "aten.expand_as.default", self._cast(node, node.args[1], args[1]), args[0])
         elif op in ("aten.zero_.default", "aten.fill_.Scalar"):
             new = self._emit(node, "aten.full_like.default", args[0], *(args[1:] or (0,)))
         else:
@@ -423,8 +409,7 @@ def _dtype(node: Any) -> torch.dtype:
 
 
 def _is_in_place(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
+    return hasattr(node.target, "_schema") and node.target._schema.is_mutable
 
 
 def _is_count(value: Any) -> bool:
@@ -483,9 +468,8 @@ def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
         raise CaptureError(f"{type(model).__name__} takes another code path for {shapes}: {ONE_SIZE}")
     with full_float32():  # as `Program.run` computes
         outputs = run_on(model, inputs)
-    leaves = [value for value in pytree.tree_leaves(outputs) if value is not None]
-    got = present_leaves(program.run(tensors))
-    for expected, actual in zip(leaves, got, strict=True):
+    leaves = _present_leaves(outputs)
+    for expected, actual in zip(leaves, present_leaves(program.run(tensors)), strict=True):
         if not isinstance(expected, Tensor):
             continue
         if expected.shape != actual.shape:
@@ -504,10 +488,7 @@ def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
 
 
 def _difference(expected: Tensor, actual: Tensor) -> float:
-    """Return the largest difference between two outputs, as a fraction of the largest output.
-
-    For whole numbers and booleans, return the fraction of the values that differ.
-    """
+    """Return the largest difference over the largest output or, if not of floats, the share of unequal values."""
     if not expected.numel():
         return 0.0
     same = expected == actual  # includes equal infinities, which a mask may contain
@@ -521,17 +502,18 @@ def _tolerance(expected: Tensor) -> float:
     return TOLERANCE if expected.is_floating_point() else _FLIPPED
 
 
-def _why_unlike(model: nn.Module, inputs: tuple[Any, ...], expected: Sequence[Any], error: float) -> str:
-    """Return a sentence that says why a program may differ from its model by this error, and what to do.
+def _present_leaves(outputs: Any) -> list[Any]:
+    """Return the values of a model's outputs, of any class that PyTorch knows, in order, except None."""
+    return [value for value in pytree.tree_leaves(outputs) if value is not None]
 
-    expected: the outputs of the model on the inputs.
-    """
+
+def _why_unlike(model: nn.Module, inputs: tuple[Any, ...], expected: Sequence[Any], error: float) -> str:
+    """Return a sentence that says why a program may differ from its model, whose outputs are `expected`."""
     if math.isnan(error):
         return "The images may contain NaN: check how they are prepared"
 
     def unlike(outputs: Any) -> bool:
-        values = zip(expected, (value for value in pytree.tree_leaves(outputs) if value is not None), strict=True)
-        pairs = [(a, b) for a, b in values if isinstance(a, Tensor)]
+        pairs = [(a, b) for a, b in zip(expected, _present_leaves(outputs), strict=True) if isinstance(a, Tensor)]
         return any(a.shape != b.shape or not _difference(a, b) <= _tolerance(a) for a, b in pairs)
 
     recorded = export_model(model, take(inputs, [0, 1]), False).module()
@@ -552,28 +534,23 @@ def _why_unlike(model: nn.Module, inputs: tuple[Any, ...], expected: Sequence[An
 
 
 def _of_another_size(program: Program, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the inputs with images of another height and width: the first of a few sizes that the program takes.
-
-    Raises CaptureError if the program takes none of them.
-    """
-    tensors = [value for value in inputs if isinstance(value, Tensor)]
-    for height, width in _STRETCHED:
-
-        def stretch(value: Any, height: float = height, width: float = width) -> Any:
-            if not isinstance(value, Tensor) or value.ndim != 4:
-                return value
-            return _stretch(_stretch(value, 2, height), 3, width)
-
+    """Return the inputs with images of the first other size that the program takes; CaptureError if it takes none."""
+    for factors in _STRETCHED:
+        stretched = tuple(_stretch(value, factors) for value in inputs)
         try:
-            program.check([stretch(value) for value in tensors])
+            program.check([value for value in stretched if isinstance(value, Tensor)])
+            return stretched
         except ProgramError:
             continue
-        return tuple(stretch(value) for value in inputs)
-    shapes = " and ".join(str(tuple(value.shape[1:])) for value in tensors)
+    shapes = " and ".join(str(tuple(value.shape[1:])) for value in inputs if isinstance(value, Tensor))
     raise CaptureError(f"the model takes no other size than {shapes}: {ONE_SIZE}")
 
 
-def _stretch(value: Tensor, dim: int, factor: float) -> Tensor:
-    """Resize a dimension by this factor, by repeating entries or leaving some out; works for any dtype."""
-    before, after = value.shape[dim], max(1, round(value.shape[dim] * factor))
-    return value.index_select(dim, torch.arange(after, device=value.device) * before // after)
+def _stretch(value: Any, factors: tuple[float, float]) -> Any:
+    """Resize images (N, C, H, W) of any dtype, by repeating rows and columns or leaving some out."""
+    if not isinstance(value, Tensor) or value.ndim != 4:
+        return value
+    for dim, factor in zip((2, 3), factors, strict=True):
+        before, after = value.shape[dim], max(1, round(value.shape[dim] * factor))
+        value = value.index_select(dim, torch.arange(after, device=value.device) * before // after)
+    return value

@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -64,28 +64,22 @@ def export_model(model: nn.Module, example: Sequence[Any], any_size: bool) -> to
 
 @contextmanager
 def _followed_len(model: nn.Module) -> Iterator[None]:
-    """Give the Python modules that define the parts of a model a `len` that returns the size of a tensor unchanged.
-
-    Python's own `len` turns every size into a fixed number.
-    """
+    """Give the Python modules that define a model's parts a `len` that, unlike Python's, keeps sizes free."""
 
     def follow(value: Any) -> Any:
         return value.shape[0] if isinstance(value, Tensor) and value.ndim else len(value)
 
-    files = (sys.modules.get(type(part).__module__) for part in model.modules())
-    own = {
-        file
-        for file in files
-        if file and _is_of_model(getattr(file, "__file__", None) or "") and "len" not in vars(file)
-    }
+    files = {sys.modules.get(type(part).__module__) for part in model.modules()} - {None}
+    names = [vars(file) for file in files if _is_of_model(getattr(file, "__file__", None) or "")]
+    own = [names_of_file for names_of_file in names if "len" not in names_of_file]
     with _PATCHED:
-        for file in own:
-            vars(file)["len"] = follow
+        for names_of_file in own:
+            names_of_file["len"] = follow
         try:
             yield
         finally:
-            for file in own:
-                del vars(file)["len"]
+            for names_of_file in own:
+                del names_of_file["len"]
 
 
 def _open_shapes(model: nn.Module, example: Sequence[Any], any_size: bool) -> Any:
@@ -120,16 +114,12 @@ def shapes_of(inputs: Sequence[Any]) -> str:
 
 @contextmanager
 def _for_free_sizes() -> Iterator[None]:
-    """Keep export from two things that take most of its time if sizes are free.
-
-    It would ask for memory layouts at every size, and check every entry of a cache that hardly ever saves work then.
-    """
+    """Keep export from what takes most of its time: asking for memory layouts at every size, and checking a cache."""
     from torch._dynamo import config as dynamo_config  # which takes a second to import; export does so anyway
 
-    with ExitStack() as stack:
-        stack.enter_context(dynamo_config.patch(fake_tensor_cache_enabled=False))
-        if hasattr(export_config, "backed_size_oblivious"):  # PyTorch 2.6 does not have this option
-            stack.enter_context(export_config.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
+    # PyTorch 2.6 does not have this option.
+    layouts = {"backed_size_oblivious": True} if hasattr(export_config, "backed_size_oblivious") else {}
+    with dynamo_config.patch(fake_tensor_cache_enabled=False), export_config.patch(layouts):  # type: ignore[attr-defined]
         yield
 
 
@@ -137,10 +127,7 @@ def _for_free_sizes() -> Iterator[None]:
 
 
 def _refusal(model: nn.Module, failure: Exception, export: Callable[[], Any], way_out: str) -> CaptureError:
-    """Return the error for a model that cannot be exported.
-
-    export: a function that fails to do so, once more. way_out: what to do about an unknown reason.
-    """
+    """Return the error for a model that `export` cannot export. way_out: what to do about an unknown reason."""
     name, message = type(model).__name__, str(failure).strip()
     if _FIXED in message:
         for dim, place in _fixed_sizes(export):
@@ -161,8 +148,7 @@ def _refusal(model: nn.Module, failure: Exception, export: Callable[[], Any], wa
 def _fixed_sizes(export: Callable[[], Any]) -> list[tuple[int, str]]:
     """Return the free sizes that the model's code turns into numbers: the dimension, and the place in the code.
 
-    PyTorch does not record the place. So this function exports again, and looks at the stack when PyTorch replaces a
-    symbol by a number.
+    PyTorch does not record the place. So export again, and look at the stack when PyTorch replaces a symbol.
     """
     from torch.fx.experimental import symbolic_shapes  # which an export has imported before
 

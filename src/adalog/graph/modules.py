@@ -16,10 +16,7 @@ _QUANTIZED = (
 
 
 def float_module(model: Any) -> nn.Module:
-    """Return the module to capture: the model, or the module that `torch.compile` or a parallel wrapper holds.
-
-    Raises CaptureError for anything else than a module of float weights, and says what to pass instead.
-    """
+    """Return the module to capture, without wrappers; a CaptureError says what to pass instead of other values."""
     while (inner := _unwrap(model)) is not None:
         model = inner
     kind = type(model).__name__
@@ -36,17 +33,16 @@ def float_module(model: Any) -> nn.Module:
         )
     if not isinstance(model, nn.Module):
         raise CaptureError(f"the model is {_with_article(kind)}: pass a torch.nn.Module")
-    for name, module in model.named_modules():
-        parts: dict[str, Any] = {f"{name}.{key}".lstrip("."): value for key, value in module._parameters.items()}
-        for path, part in {name or kind: module, **parts}.items():
-            origin = f"{type(part).__module__}.{type(part).__qualname__}"
-            if origin.startswith(_QUANTIZED):
-                raise CaptureError(
-                    f"the model is already quantized ({path} is {_with_article(origin)}): pass the model with float "
-                    "weights"
-                )
-            if isinstance(part, Tensor) and part.is_meta:
-                raise CaptureError(f"{path} is on the meta device, which holds no values: load the model's weights")
+    parts: list[tuple[str, Any]] = [*model.named_modules(), *model.named_parameters()]
+    for path, part in parts:
+        origin = f"{type(part).__module__}.{type(part).__qualname__}"
+        if origin.startswith(_QUANTIZED):
+            raise CaptureError(
+                f"the model is already quantized ({path or kind} is {_with_article(origin)}): pass the model with "
+                "float weights"
+            )
+        if isinstance(part, Tensor) and part.is_meta:
+            raise CaptureError(f"{path} is on the meta device, which holds no values: load the model's weights")
     return model
 
 

@@ -21,37 +21,31 @@ def aten(names: str) -> frozenset[str]:
 
 _ATEN = aten(
     """
-    linear.default conv2d.default matmul.default bmm.default
+    linear.default conv2d.default matmul.default bmm.default softmax.int log_softmax.int sym_size.int
     layer_norm.default batch_norm.default group_norm.default instance_norm.default rms_norm.default
-    softmax.int log_softmax.int
     hardtanh.default leaky_relu.default erf.default softplus.default prelu.default glu.default log_sigmoid.default
-    square.default sign.default floor.default ceil.default round.default
-    exp.default log.default sqrt.default rsqrt.default cos.default sin.default abs.default neg.default
-    reciprocal.default
+    square.default sign.default floor.default ceil.default round.default exp.default log.default sqrt.default
+    rsqrt.default cos.default sin.default abs.default neg.default reciprocal.default
     add.Tensor sub.Tensor mul.Tensor div.Tensor div.Tensor_mode pow.Tensor_Scalar pow.Scalar
     add.Scalar sub.Scalar mul.Scalar div.Scalar rsub.Scalar
     maximum.default minimum.default clamp.default clamp.Tensor clamp_min.default clamp_max.default
     mean.dim mean.default sum.dim_IntList sum.default amax.default amin.default argmax.default max.dim min.dim
-    var.correction std.correction
-    linalg_vector_norm.default cumsum.default
+    var.correction std.correction linalg_vector_norm.default cumsum.default
     reshape.default reshape_as.default permute.default transpose.int t.default flatten.using_ints unflatten.int
     expand.default expand_as.default unsqueeze.default squeeze.dim squeeze.dims squeeze.default movedim.int
     unbind.int split.Tensor split_with_sizes.default chunk.default select.int slice.Tensor narrow.int
-    select_scatter.default slice_scatter.default
+    select_scatter.default slice_scatter.default im2col.default col2im.default tril.default triu.default
     cat.default stack.default meshgrid.indexing repeat.default repeat_interleave.self_int roll.default flip.default
-    im2col.default col2im.default tril.default triu.default
-    pad.default constant_pad_nd.default
-    masked_fill.Scalar where.self where.ScalarOther where.ScalarSelf logical_not.default logical_and.default
-    logical_or.default bitwise_not.default bitwise_and.Tensor bitwise_or.Tensor
-    eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Scalar gt.Tensor gt.Scalar ge.Scalar
-    le.Tensor ge.Tensor index.Tensor index_select.default embedding.default gather.default
+    pad.default constant_pad_nd.default masked_fill.Scalar where.self where.ScalarOther where.ScalarSelf
+    logical_not.default logical_and.default logical_or.default bitwise_not.default bitwise_and.Tensor bitwise_or.Tensor
+    eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar
+    ge.Scalar index.Tensor index_select.default embedding.default gather.default
     index_put.default scatter.src scatter.value scatter_add.default topk.default sort.default
     zeros.default ones.default full.default arange.default arange.start arange.start_step
     zeros_like.default ones_like.default full_like.default to.dtype
     max_pool2d.default avg_pool1d.default avg_pool2d.default adaptive_avg_pool1d.default adaptive_avg_pool2d.default
     upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_nearest2d.vec pixel_shuffle.default pixel_unshuffle.default
     _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec grid_sampler.default
-    sym_size.int
     """
 )
 
@@ -62,7 +56,7 @@ def _on_sizes(function: Callable[..., int]) -> Callable[..., int]:
     def check(*sizes: int) -> int:
         if not all(type(size) is int and abs(size) < 2**63 for size in sizes):
             raise TypeError("sizes must be 64-bit integers")
-        return function(*sizes)
+        return int(function(*sizes))
 
     return check
 
@@ -74,21 +68,13 @@ def _item(values: Sequence[Any], index: int) -> Any:
     return values[index]
 
 
+_OPERATORS = ("add", "sub", "mul", "floordiv", "mod", "neg", "eq", "ne", "lt", "le")
 _PYTHON: dict[str, Callable[..., Any]] = {
-    "sym.add": _on_sizes(operator.add),
-    "sym.sub": _on_sizes(operator.sub),
-    "sym.mul": _on_sizes(operator.mul),
-    "sym.floordiv": _on_sizes(operator.floordiv),
-    "sym.mod": _on_sizes(operator.mod),
-    "sym.neg": _on_sizes(operator.neg),
+    **{f"sym.{name}": _on_sizes(getattr(operator, name)) for name in _OPERATORS},
     "sym.min": _on_sizes(min),
     "sym.max": _on_sizes(max),
-    "sym.eq": _on_sizes(lambda first, second: int(first == second)),
-    "sym.ne": _on_sizes(lambda first, second: int(first != second)),
-    "sym.lt": _on_sizes(lambda first, second: int(first < second)),
-    "sym.le": _on_sizes(lambda first, second: int(first <= second)),
-    "sym.and": _on_sizes(lambda first, second: int(bool(first and second))),
-    "sym.or": _on_sizes(lambda first, second: int(bool(first or second))),
+    "sym.and": _on_sizes(lambda first, second: bool(first and second)),
+    "sym.or": _on_sizes(lambda first, second: bool(first or second)),
     "getitem": _item,
 }
 
@@ -130,5 +116,4 @@ def resolve(op: str) -> Callable[..., Any]:
     if op in _PYTHON:
         return _PYTHON[op]
     name, overload = op.removeprefix("aten.").split(".")
-    function: Callable[..., Any] = getattr(getattr(torch.ops.aten, name), overload)
-    return function
+    return getattr(getattr(torch.ops.aten, name), overload)

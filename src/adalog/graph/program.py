@@ -14,13 +14,7 @@ from torch import Tensor
 
 from adalog.device import full_float32_on
 from adalog.errors import ProgramError, one_line
-from adalog.graph.operations import (
-    FACTORIES,
-    FAKE_QUANTIZE,
-    FLOAT_PRODUCTS,
-    PRODUCTS,
-    resolve,
-)
+from adalog.graph.operations import FACTORIES, FAKE_QUANTIZE, FLOAT_PRODUCTS, PRODUCTS, resolve
 from adalog.quantizers import QuantizedTensor, Quantizer
 
 # The most elements that a program may hold at once per image: 2**28, which is 1 GiB in float32. The attention scores of
@@ -44,6 +38,7 @@ class Ref:
 
 
 Arg = Any  # Ref, None, bool, int, float, str, torch.dtype, or a tuple of these
+Watch = Callable[["Node", tuple[Any, ...], Any], Any]  # as in `Program.run`
 
 
 @dataclass(frozen=True)
@@ -109,6 +104,11 @@ class Program:
         return {}
 
     @cached_property
+    def makers(self) -> Mapping[str, Node]:
+        """The node that computes each value, by the value's name."""
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
     def uses(self) -> Mapping[str, int]:
         """How often each value that is read at all is read by the nodes and the output."""
         return Counter([*refs_of(self.output), *(name for node in self.nodes for name in node.refs())])
@@ -123,10 +123,7 @@ class Program:
         return dependent
 
     def lives(self) -> dict[str, range]:
-        """Return when each computed value is live: it exists, and a later operation reads it, or it is an output.
-
-        A time is the number of operations that have run.
-        """
+        """Return when each computed value exists and is still needed, as a range of numbers of operations run."""
         lasts = {name: index for index, node in enumerate(self.nodes) for name in node.refs()}
         lasts |= dict.fromkeys(refs_of(self.output), len(self.nodes))
         return {node.name: range(index + 1, lasts.get(node.name, index) + 1) for index, node in enumerate(self.nodes)}
@@ -142,7 +139,7 @@ class Program:
     def run(
         self,
         inputs: Sequence[Tensor],
-        watch: Callable[[Node, tuple[Any, ...], Any], Any] | None = None,
+        watch: Watch | None = None,
         steps: Mapping[str, Callable[..., Any]] | None = None,
     ) -> Any:
         """Evaluate the program on its inputs, in order.
@@ -154,50 +151,37 @@ class Program:
         if len(inputs) != len(self.inputs):
             raise TypeError(f"the model takes {len(self.inputs)} inputs, got {len(inputs)}")
         device = next((value.device for value in (*inputs, *self.tensors.values())), None)
-        with full_float32_on(device):
-            return self._run(inputs, device, watch, steps)
-
-    def _run(
-        self,
-        inputs: Sequence[Tensor],
-        device: torch.device | None,
-        watch: Callable[[Node, tuple[Any, ...], Any], Any] | None,
-        steps: Mapping[str, Callable[..., Any]] | None,
-    ) -> Any:
         values: dict[str, Any] = {**self.tensors, **dict(zip(self.inputs, inputs, strict=True))}
-        for node, dead in zip(self.nodes, self._last_uses(), strict=True):
-            args = evaluate(node.args, values)
-            kwargs = {key: evaluate(value, values) for key, value in node.kwargs.items()}
-            if node.op in FACTORIES:
-                kwargs["device"] = device
-            try:
-                step = None if steps is None else steps.get(node.name)
-                result = self.apply(node, args, kwargs) if step is None else step(*args, **kwargs)
-            except torch.OutOfMemoryError:
-                raise  # the batch is too large; the caller may halve it
-            except Exception as cause:  # an operation may raise any exception for its arguments
-                raise ProgramError(f"{_where(node)} fails: {one_line(cause)}") from cause
-            instead = None if watch is None else watch(node, args, result)
-            values[node.name] = result if instead is None else instead
-            for name in dead:
-                del values[name]
-        return evaluate(self.output, values)
+        with full_float32_on(device):
+            for node, dead in zip(self.nodes, self._last_uses(), strict=True):
+                args = evaluate(node.args, values)
+                kwargs = {key: evaluate(value, values) for key, value in node.kwargs.items()}
+                if node.op in FACTORIES:
+                    kwargs["device"] = device
+                try:
+                    step = None if steps is None else steps.get(node.name)
+                    result = self.apply(node, args, kwargs) if step is None else step(*args, **kwargs)
+                except torch.OutOfMemoryError:
+                    raise  # the batch is too large; the caller may halve it
+                except Exception as cause:  # an operation may raise any exception for its arguments
+                    raise ProgramError(f"{_where(node)} fails: {one_line(cause)}") from cause
+                instead = None if watch is None else watch(node, args, result)
+                values[node.name] = result if instead is None else instead
+                for name in dead:
+                    del values[name]
+            return evaluate(self.output, values)
 
     def apply(self, node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one operation on evaluated arguments, and return its result."""
         if node.op == FAKE_QUANTIZE:
             x, quantizer = args[0], self.quantizers[args[1]]
-            if torch.broadcast_shapes(x.shape, quantizer.scale.shape) != x.shape:
-                raise ValueError(
-                    f"scales of shape {tuple(quantizer.scale.shape)} do not fit a value of shape {tuple(x.shape)}"
-                )
+            shape = quantizer.scale.shape
+            if torch.broadcast_shapes(x.shape, shape) != x.shape:
+                raise ValueError(f"scales of shape {tuple(shape)} do not fit a value of shape {tuple(x.shape)}")
             return x if x.is_meta else quantizer.fake_quantize(x)
-        if node.op in _PIECES:
-            count = _PIECES[node.op](*args, **kwargs)
-            if count > MAX_ELEMENTS // _PER_TENSOR:
-                raise ValueError(
-                    f"a tensor cannot be split into {count} parts: at most {MAX_ELEMENTS // _PER_TENSOR} are allowed"
-                )
+        most = MAX_ELEMENTS // _PER_TENSOR
+        if node.op in _PIECES and (count := _PIECES[node.op](*args, **kwargs)) > most:
+            raise ValueError(f"a tensor cannot be split into {count} parts: at most {most} are allowed")
         if node.op == "aten.div.Tensor_mode" and kwargs.get("rounding_mode") == "trunc":
             _check_division(*args[:2])
         return resolve(node.op)(*args, **kwargs)
@@ -234,9 +218,7 @@ class Program:
 
         self.run_without_data([torch.empty_like(value, device="meta") for value in inputs], watch)
 
-    def run_without_data(
-        self, inputs: Sequence[Tensor], watch: Callable[[Node, tuple[Any, ...], Any], Any] | None = None
-    ) -> Any:
+    def run_without_data(self, inputs: Sequence[Tensor], watch: Watch | None = None) -> Any:
         """Evaluate the program on the meta device: all values have shapes and dtypes, but no data."""
         tensors = {name: value.to("meta") for name, value in self.tensors.items()}
         return replace(self, tensors=tensors).run(inputs, watch)
@@ -278,10 +260,7 @@ class Program:
         return replace(self, nodes=tuple(nodes[::-1]), tensors=tensors)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "Program":
-        """Apply a function (a move to a device, a cast) to every tensor and quantizer parameter.
-
-        Codes, indices and masks keep their dtype under any cast.
-        """
+        """Apply a function (a move, a cast) to tensors and quantizers; codes, indices and masks keep their dtype."""
 
         def map_tensor(value: Tensor) -> Tensor:
             return function(value) if value.is_floating_point() else function(value).to(value.dtype)
@@ -311,10 +290,7 @@ def _where(node: Node) -> str:
 
 
 def _check_arguments(node: Node) -> None:
-    """Raise ProgramError for invalid arguments that PyTorch accepts, although it then crashes or computes nothing.
-
-    A dtype may not be a number. The modes of `grid_sampler` are 0, 1 and 2.
-    """
+    """Raise ProgramError for invalid arguments that PyTorch accepts, although it then crashes or computes nothing."""
     if not node.op.startswith("aten."):
         return
     arguments = resolve(node.op)._schema.arguments  # type: ignore[attr-defined]
@@ -359,13 +335,7 @@ def _scratch(op: str, args: tuple[Any, ...], result: Any) -> int:
 
 def evaluate(arg: Arg, values: Mapping[str, Any]) -> Any:
     """Replace every `Ref` in nested arguments by its value."""
-    if isinstance(arg, Ref):
-        return values[arg.name]
-    if isinstance(arg, (tuple, list)):
-        return type(arg)(evaluate(item, values) for item in arg)
-    if isinstance(arg, dict):
-        return type(arg)((key, evaluate(item, values)) for key, item in arg.items())
-    return arg
+    return map_refs(arg, lambda ref: values[ref.name])
 
 
 def map_refs(arg: Arg, function: Callable[[Ref], Any]) -> Any:
@@ -393,12 +363,5 @@ def present_leaves(output: Any) -> list[Any]:
 
 
 def refs_of(arg: Arg) -> Iterator[str]:
-    """Yield the names of the references in nested arguments, in order."""
-    if isinstance(arg, Ref):
-        yield arg.name
-    elif isinstance(arg, dict):
-        for item in arg.values():
-            yield from refs_of(item)
-    elif isinstance(arg, (tuple, list)):
-        for item in arg:
-            yield from refs_of(item)
+    """Iterate over the names of the references in nested arguments, in order."""
+    return (leaf.name for leaf in leaves_of(arg) if isinstance(leaf, Ref))

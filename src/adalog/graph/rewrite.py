@@ -16,10 +16,7 @@ from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer
 
 @dataclass(frozen=True)
 class SiteGroup:
-    """Sites that are searched together: one product, or several linears that share an activation (separate q, k, v).
-
-    pair: the norm that can be folded with them, or None.
-    """
+    """Sites that are searched together: a product, or linears of one activation, with the norm to fold, if any."""
 
     sites: tuple[Site, ...]
     pair: Pair | None = None
@@ -86,10 +83,7 @@ def rewrite(program: Program, assigned: Assigned, cache: RewriteCache | None = N
 
 
 def absorbs_offset(site: Site) -> bool:
-    """Return True if a site's bias can absorb its input's offset: a linear, or a convolution without padding.
-
-    Padding inserts zeros that do not contain the offset, so a bias would be wrong at the edges.
-    """
+    """Return True if a bias can absorb the offset of a site's input, which the zeros of padding do not contain."""
     return site.role == "linear" or (site.role == "conv" and not any(conv_geometry(site.node)[1]))
 
 
@@ -110,10 +104,7 @@ def exact_bias(program: Program, group: SiteGroup, assignment: Assignment) -> Te
 
 
 def absorb_offset(weight_hat: Tensor, bias: Tensor | None, offset: float) -> Tensor:
-    """Return the bias b - offset * W_hat 1 (Eq. 15), for an input that keeps its offset.
-
-    weight_hat: the dequantized weight W_hat, (O, I).
-    """
+    """Return b - offset * W_hat 1 (Eq. 15), for an input that keeps its offset. weight_hat: dequantized, (O, I)."""
     shift = (weight_hat.double().sum(dim=1) * offset).to(weight_hat.dtype)
     return -shift if bias is None else bias - shift
 
@@ -128,7 +119,7 @@ class _Build:
         self._weights: dict[str, QuantizedTensor] = {}
         self._quantizers: dict[str, Quantizer] = {}
         self._before: dict[str, list[Node]] = {}
-        self._nodes: dict[str, Node] = {node.name: node for node in program.nodes}
+        self._nodes = dict(program.makers)  # in order of execution
         self._folded: set[str] = set()
         self._names = {*program.inputs, *program.tensors, *self._nodes}
 
@@ -140,14 +131,13 @@ class _Build:
         if first.role in ("qk", "av"):
             right = assignment.right
             assert right is None or isinstance(right, Quantizer)
-            left, right = assignment.left, right and right.map(_transpose_parameter)
+            left = assignment.left
+            right = right and right.map(lambda value: _without_lead(value.transpose(-1, -2)))  # searched transposed
             if left is not None and first.left not in self._program.of_inputs:
                 left = left.map(_without_lead)
-            refs = (
-                self._fake(first, first.left, f"{first.name}.left", left),
-                self._fake(first, first.right, f"{first.name}.right", right),
-            )
-            self._nodes[first.node.name] = replace(first.node, args=(*refs, *first.node.args[2:]))
+            left_ref = self._fake(first, first.left, f"{first.name}.left", left)
+            right_ref = self._fake(first, first.right, f"{first.name}.right", right)
+            self._nodes[first.node.name] = replace(first.node, args=(left_ref, right_ref, *first.node.args[2:]))
             return
         offset, quantizer = _absorb(first, assignment.left)
         groups = conv_geometry(first.node)[-1] if first.role == "conv" else 1
@@ -163,16 +153,9 @@ class _Build:
         inputs = [self._fake(*call_value, name, quantizer) for call_value in zip(first.calls, values, strict=True)]
         start = 0
         for site in group.sites:
-            end = start + self._program.tensors[site.right].shape[0]
-            own_bias = None if site.bias is None else self._tensors[site.bias]
-            key = site.node.name, id(assignment)
-            if key not in self._cache:
-                original = self._program.tensors[site.right]
-                bias = None if assignment.bias is None else _between(assignment.bias, start, end)
-                right = _rows(assignment.right, start, end)
-                self._cache[key] = assignment, _quantized_weight(original, own_bias, right, fold, offset, bias)
-            self._place_weight(site, inputs, own_bias, *self._cache[key][1])
-            start = end
+            rows = range(start, start + len(self._program.tensors[site.right]))
+            self._place_weight(site, inputs, assignment, offset, rows)
+            start = rows.stop
 
     def _fold_norm(self, pair: Pair, assignment: Assignment, fold: Fold) -> None:
         norm = pair.norm
@@ -189,10 +172,7 @@ class _Build:
         self._folded.add(norm.name)
 
     def _shift(self, site: Site, fold: Fold) -> str:
-        """Subtract the fold's beta from the input of a linear, and return the name of the result.
-
-        The norm cannot do this itself, because the zeros padded around its output must lose beta too.
-        """
+        """Subtract the fold's beta from a linear's input, and not from the norm: the padded zeros must lose it too."""
         name = self._new(f"{site.name}.shifted")
         self._tensors[f"{name}#beta"] = -fold.beta
         self._before.setdefault(site.node.name, []).append(
@@ -201,19 +181,17 @@ class _Build:
         return name
 
     def _place_weight(
-        self,
-        site: Site,
-        inputs: Sequence[Ref],
-        bias: Tensor | None,
-        stored: QuantizedTensor | None,
-        weight: Tensor,
-        new_bias: Tensor | None,
+        self, site: Site, inputs: Sequence[Ref], assignment: Assignment, offset: float, rows: range
     ) -> None:
-        """Store a site's weight and bias, and let its calls read them.
-
-        inputs: the left operand of each call. bias: the site's own. The rest is the result of `_quantized_weight`.
-        """
+        """Quantize a site's weight, the `rows` of its group's, and let its calls, with these inputs, read it."""
         calls = [call.node for call in site.calls]
+        bias = None if site.bias is None else self._tensors[site.bias]
+        key = site.node.name, id(assignment)
+        if key not in self._cache:
+            original, right = self._program.tensors[site.right], _rows(assignment.right, rows)
+            fitted = None if assignment.bias is None else _between(assignment.bias, rows)
+            self._cache[key] = assignment, _quantized_weight(original, bias, right, assignment.fold, offset, fitted)
+        stored, weight, new_bias = self._cache[key][1]
         name = self._own(site.right, calls)
         if stored is not None:
             self._weights[name] = stored
@@ -250,16 +228,13 @@ class _Build:
         return name if self._program.uses.get(name, 0) == len(nodes) else f"{name}#{nodes[0].name}"
 
     def program(self) -> Program:
-        nodes = [
-            member
-            for node in self._program.nodes
-            for member in (*self._before.get(node.name, []), self._nodes[node.name])
-        ]
+        nodes: list[Node] = []
+        for name, node in self._nodes.items():
+            nodes += (*self._before.get(name, ()), node)
         tensors = {name: value.contiguous() for name, value in self._tensors.items()}
-        quantized = replace(
+        return replace(
             self._program, nodes=tuple(nodes), tensors=tensors, quantizers=self._quantizers, weights=self._weights
-        )
-        return quantized.prune()
+        ).prune()
 
 
 def _quantized_weight(
@@ -272,15 +247,12 @@ def _quantized_weight(
 ) -> tuple[QuantizedTensor | None, Tensor, Tensor | None]:
     """Return a site's codes, None if it stays float, its weight as it is computed with, and its bias.
 
-    original, bias: the float weight and bias. right: the weight's codes or quantizer. offset: what the bias absorbs.
-    fitted_bias: a bias that replaces the site's own.
+    offset: what the bias absorbs. fitted_bias: a bias that replaces the site's own.
     """
     values, shape = original.flatten(1), original.shape
-    new_bias = bias
     if fold is not None and (fitted_bias is None or not isinstance(right, QuantizedTensor)):
-        values, new_bias = fold.linear(original, bias)
-    stored = None
-    weight = values.reshape(shape)
+        values, bias = fold.linear(original, bias)
+    stored, weight = None, values.reshape(shape)
     if right is not None:
         if isinstance(right, Quantizer):
             right = QuantizedTensor.nearest(values, right)
@@ -289,14 +261,14 @@ def _quantized_weight(
         weight = stored.dequantize()
     if fitted_bias is not None:
         return stored, weight, fitted_bias
-    return stored, weight, absorb_offset(weight.flatten(1), new_bias, offset) if offset else new_bias
+    return stored, weight, absorb_offset(weight.flatten(1), bias, offset) if offset else bias
 
 
-def _rows(right: Quantizer | QuantizedTensor | None, start: int, end: int) -> Quantizer | QuantizedTensor | None:
-    """Return rows start to end of a weight, counted through all groups; its quantizer has the shape (..., rows, 1)."""
+def _rows(right: Quantizer | QuantizedTensor | None, rows: range) -> Quantizer | QuantizedTensor | None:
+    """Return these rows of a weight, counted through all groups; its quantizer has the shape (..., rows, 1)."""
 
     def some(value: Tensor) -> Tensor:
-        return _between(value.flatten(0, -2), start, end)
+        return _between(value.flatten(0, -2), rows)
 
     if right is None:
         return None
@@ -305,14 +277,9 @@ def _rows(right: Quantizer | QuantizedTensor | None, start: int, end: int) -> Qu
     return right.map(some)
 
 
-def _between(value: Tensor, start: int, end: int) -> Tensor:
-    """Return the entries start to end of the first dimension, without a slice to differentiate if these are all."""
-    return value if start == 0 and end == len(value) else value[start:end]
-
-
-def _transpose_parameter(value: Tensor) -> Tensor:
-    """Transpose a quantizer parameter (per tensor or per head) of an operand that was searched transposed."""
-    return _without_lead(value.transpose(-1, -2))
+def _between(value: Tensor, rows: range) -> Tensor:
+    """Return these entries of the first dimension, without a slice to differentiate if they are all."""
+    return value if len(rows) == len(value) else value[rows.start : rows.stop]
 
 
 def _without_lead(value: Tensor) -> Tensor:

@@ -4,9 +4,8 @@ import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from adalog.graph.tracing import at_twice_the_size, channels_in_views, trace, ze
 class Source:
     """The origin of an operand: "weight", "input", "layer_norm", "softmax", an activation's name, or "other".
 
-    node: the name of the node that computed it, before any views. minimum: the least value that this operation returns.
+    node: the node that computed it, before any views. minimum: the least value that this operation returns.
     """
 
     kind: str
@@ -61,10 +60,9 @@ class Site:
 
 @dataclass(frozen=True)
 class Pair:
-    """A LayerNorm and the linears that read it; the norm's channel scales can be folded into the linears.
+    """A LayerNorm and the linears that read it; its channel scales fold into them unless there is a `refusal`.
 
-    refusal: the reason why they cannot, if so. padded: True if the norm's output is padded with zeros before the
-    linears read it.
+    padded: True if the norm's output is padded with zeros before the linears read it.
     """
 
     norm: Node
@@ -101,7 +99,7 @@ def find_sites(program: Program) -> list[Site]:
 
 
 def with_heads(sites: Sequence[Site], program: Program, inputs: Sequence[Tensor]) -> list[Site]:
-    """Set `heads_of` of each site: its computed operands whose third dimension from the end counts heads.
+    """Set `headed` of each site: its computed operands whose third dimension from the end counts heads.
 
     The dimension counts heads if the product has four dimensions, and if its size is not 1 and does not change with the
     number of images or, if sizes are free, for larger images. Otherwise it may count images or rows, or all heads may
@@ -144,14 +142,13 @@ def find_refused(program: Program) -> list[Site]:
 
 
 def _products(program: Program) -> list[Site]:
-    makers = {node.name: node for node in program.nodes}
     sites: list[Site] = []
     names: set[str] = set()
     for node in program.nodes:
         if node.op not in PRODUCTS and node.op not in FLOAT_PRODUCTS:
             continue
         left, right = node.args[0].name, node.args[1].name
-        sources = (find_source(program, makers, left), find_source(program, makers, right))
+        sources = find_source(program, left), find_source(program, right)
         bias, refusal = None, ""
         if node.op in FLOAT_PRODUCTS:
             role = name = node.op.removeprefix("aten.").split(".")[0]
@@ -163,7 +160,7 @@ def _products(program: Program) -> list[Site]:
             computed = [kind for kind, value in parameters.items() if value not in program.tensors]
             refusal = f"its {computed[0]} is computed, not stored" if computed else ""
         else:
-            role = name = "av" if _is_attention(makers, left) else "qk"
+            role = name = "av" if _is_attention(program, left) else "qk"
             refusal = "its left operand is a stored tensor" if sources[0].kind == "weight" else ""
         if role == name or refusal:
             name = f"{node.scope}.{role}" if node.scope else role
@@ -174,30 +171,35 @@ def _products(program: Program) -> list[Site]:
     return sites
 
 
-def _is_attention(makers: Mapping[str, Node], name: str) -> bool:
+def _is_attention(program: Program, name: str) -> bool:
     """Return True if a softmax computed a value, even if linears mixed its heads afterwards (talking heads)."""
-    while name in makers and makers[name].op in MOVES | set(PRODUCTS[:2]):
-        name = makers[name].args[0].name
-    return name in makers and makers[name].op == "aten.softmax.int"
+    name = _behind(program, name, MOVES | set(PRODUCTS[:2]))
+    return name in program.makers and program.makers[name].op == "aten.softmax.int"
 
 
-def find_source(program: Program, makers: Mapping[str, Node], name: str) -> Source:
+def _behind(program: Program, name: str, ops: Collection[str]) -> str:
+    """Return the value that these operations made a value from, each from its first argument."""
+    while name in program.makers and program.makers[name].op in ops:
+        name = program.makers[name].args[0].name
+    return name
+
+
+def find_source(program: Program, name: str) -> Source:
     """Find the source of a value: the operation that computed it, before any views."""
-    while name in makers and makers[name].op in MOVES:
-        name = makers[name].args[0].name
+    name = _behind(program, name, MOVES)
     if name in program.inputs:
         return Source("input")
     if name in program.tensors:
         return Source("weight")
-    node = makers[name]
+    node = program.makers[name]
     if node.op == "aten.layer_norm.default":
         return Source("layer_norm", name)
     if node.op == "aten.softmax.int":
         return Source("softmax", name, 0.0)
     if node.op in BY_OPERATION:
-        kwargs = tuple(sorted(node.kwargs.items()))
-        return Source(BY_OPERATION[node.op].name, name, _minimum_of_operation(node.op, node.args[1:], kwargs))
-    gain = _quick_gelu_gain(makers, node)
+        minimum = _minimum_of_operation(node.op, node.args[1:], *node.kwargs.items())
+        return Source(BY_OPERATION[node.op].name, name, minimum)
+    gain = _quick_gelu_gain(program.makers, node)
     if gain is not None:
         return Source("silu" if gain == 1 else "quick_gelu", name, minimum_of(lambda x: x * torch.sigmoid(gain * x)))
     return Source("other", name)
@@ -221,9 +223,8 @@ def _quick_gelu_gain(makers: Mapping[str, Node], node: Node) -> float | None:
     return None
 
 
-@functools.cache
-def _minimum_of_operation(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> float:
-    """Return `minimum_of` for an activation, which a network has many times, with these arguments after the values."""
+@functools.cache  # a network has an activation many times
+def _minimum_of_operation(op: str, args: tuple[Any, ...], *kwargs: tuple[str, Any]) -> float:
     return minimum_of(lambda x: resolve(op)(x, *args, **dict(kwargs)))
 
 
@@ -242,8 +243,7 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
     """Find every LayerNorm that feeds a linear, with the linears to fold it with or the reason not to fold it.
 
     Folding changes every value that the norm outputs. So every reader must be a linear, and the last axis of its input
-    must count the norm's channels, whatever views or zero padding lie between. example: inputs whose shapes are used to
-    trace the program.
+    must count the norm's channels, whatever views or zero padding lie between. example: inputs to trace the program.
     """
     values, readers = trace(program, example), program.consumers()
     linears = {call.node.name: site for site in sites if site.role == "linear" for call in site.calls}
@@ -281,7 +281,7 @@ def find_splits(program: Program, sites: Sequence[Site], example: Sequence[Tenso
     """Assign each output channel of a linear to a split, numbered from 0: (O,), by the linear's name.
 
     Channels belong to one split if the same operations read them, through views. For example, the queries, keys and
-    values that one linear computes are three splits. example: inputs whose shapes are used to trace the program.
+    values that one linear computes are three splits. example: inputs to trace the program.
     """
     values, readers = trace(program, example), program.consumers()
     splits = {}
@@ -305,9 +305,8 @@ def find_splits(program: Program, sites: Sequence[Site], example: Sequence[Tenso
 def census(program: Program, sites: Sequence[Site], pairs: Sequence[Pair]) -> dict[str, Any]:
     """Count the multiplications of a program by role, and list its sites, as JSON.
 
-    post_gelu: the number of sites whose left operand comes from a GELU. pairs: the number of pairs that fold. refusals:
-    by name, the reason why a norm is not folded or a multiplication stays float. other_sites: products of two computed
-    values outside attention. float_ops: counts of the operations that do not multiply two tensors.
+    post_gelu: the number of sites whose left operand comes from a GELU. pairs: the number of pairs that fold.
+    other_sites: products of two computed values outside attention.
     """
     readers = program.consumers()
     roles = {site.name: site.role for site in sites}
@@ -361,23 +360,20 @@ def find_blocks(program: Program) -> list[Block]:
     A block boundary must be a tensor, not a list.
     """
     narrow = _borders(program)
-    attentions = [index for index, node in enumerate(program.nodes) if node.op == "aten.softmax.int"]
-    cuts = {bisect_left(narrow, index) - 1 for index in attentions} - {-1}
-    additions = (index for index in reversed(range(len(narrow))) if _adds_to_stream(program, narrow[: index + 1]))
-    return _cut(program, [narrow[cut] for cut in cuts | set(islice(additions, 1))])
+    attentions = (index for index, node in enumerate(program.nodes) if node.op == "aten.softmax.int")
+    last = next((end for end in range(len(narrow), 0, -1) if _adds_to_stream(program, narrow[:end])), 0)
+    return _cut(program, narrow, [*(bisect_left(narrow, index) for index in attentions), last])
 
 
 def find_spans(program: Program) -> list[Block]:
     """Return the program as one block or, if it has several outputs, cut it once per output.
 
-    Each cut is at the last value that the output and everything later depend on. A detector's backbone has such
-    outputs, one per scale.
+    Each cut is at the last value that the output and everything later depend on.
     """
     outputs = set(refs_of(program.output))
     indices = [index for index, node in enumerate(program.nodes) if node.name in outputs]
     narrow = _borders(program) if len(indices) > 1 else []
-    places = [bisect_right(narrow, index) - 1 for index in indices]
-    return _cut(program, [narrow[place] for place in places if place >= 0])
+    return _cut(program, narrow, [bisect_right(narrow, index) for index in indices])
 
 
 def find_pieces(program: Program) -> list[Block]:
@@ -387,16 +383,16 @@ def find_pieces(program: Program) -> list[Block]:
     """
     narrow = _bottlenecks(program)
     products = {call.node.name for site in find_sites(program) for call in site.calls}
-    places = [bisect_left(narrow, index) - 1 for index, node in enumerate(program.nodes) if node.name in products]
-    return _cut(program, [narrow[place] for place in places if place >= 0])
+    indices = (index for index, node in enumerate(program.nodes) if node.name in products)
+    return _cut(program, narrow, [bisect_left(narrow, index) for index in indices])
 
 
-def _cut(program: Program, places: Iterable[int]) -> list[Block]:
-    """Cut the program after the nodes with these indices."""
-    ends = [place + 1 for place in sorted(set(places))]
+def _cut(program: Program, narrow: Sequence[int], counts: Iterable[int]) -> list[Block]:
+    """Cut the program after the last of the first `count` bottlenecks, for each count above 0."""
+    ends = {narrow[count - 1] + 1 for count in counts if count} | {len(program.nodes)} - {0}
     blocks: list[Block] = []
     value, start = program.inputs[0], 0
-    for end in dict.fromkeys([*ends, len(program.nodes)] if program.nodes else ()):
+    for end in sorted(ends):
         names = tuple(node.name for node in program.nodes[start:end])
         blocks.append(Block(value, names[-1], names))
         value, start = names[-1], end
@@ -430,11 +426,10 @@ def _bottlenecks(program: Program) -> list[int]:
 def _adds_to_stream(program: Program, narrow: Sequence[int]) -> bool:
     """Return True if the last bottleneck adds to an earlier one, directly or through views and other additions."""
     *streams, last = (program.nodes[index] for index in narrow)
-    makers = {node.name: node for node in program.nodes}
     front = [last] if last.op == "aten.add.Tensor" else []
     for node in front:  # the loop appends to this list
         if node in streams:
             return True
         if node.op in MOVES | {"aten.add.Tensor"}:
-            front += [makers[name] for name in node.refs() if name in makers]
+            front += [program.makers[name] for name in node.refs() if name in program.makers]
     return False

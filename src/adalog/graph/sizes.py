@@ -1,13 +1,13 @@
 """Derive the rule that says for which image sizes a captured program computes the same as the model.
 
-`torch.export` follows one code path through the model. When that code asks for a size ("is the map larger
-than a window?"), export records the result as a guard, and the program equals the model only if the guard holds. The
-guards that are not true for every size become the program's `rule`. The program then refuses a size for which the model
-would take another code path, instead of computing wrong values. Export also records many guards on PyTorch's memory
+`torch.export` follows one code path through the model. When that code asks for a size ("is the map larger than a
+window?"), export records the result as a guard, and the program equals the model only if the guard holds. The guards
+that are not true for every size become the program's `rule`. Export also records many guards on PyTorch's memory
 layouts. This module ignores them, because each operation of a program chooses its own layout.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,15 @@ _TORCH = Path(torch.__file__).parent
 _INEQUALITIES = (sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge)
 
 _OPERATIONS: Mapping[Any, str] = {
-    sympy.Add: "add",
-    sympy.Mul: "mul",
+    **{
+        getattr(sympy, name): name.lower() for name in ("Add", "Mul", "Min", "Max", "Eq", "Ne", "Lt", "Le", "And", "Or")
+    },
     functions.FloorDiv: "floordiv",
     functions.CleanDiv: "floordiv",
     functions.Mod: "mod",
     functions.PythonMod: "mod",
     functions.Min: "min",
     functions.Max: "max",
-    sympy.Min: "min",
-    sympy.Max: "max",
-    sympy.Eq: "eq",
-    sympy.Ne: "ne",
-    sympy.Lt: "lt",
-    sympy.Le: "le",
-    boolalg.And: "and",
-    boolalg.Or: "or",
 }
 
 
@@ -94,18 +87,14 @@ def _is_asked_by_the_model(guard: Any) -> bool:
     So a guard that a size is a multiple of a number also counts, unless it comes from PyTorch's shape functions, such
     as those for pooling.
     """
-    place = getattr(guard.sloc, "framework_loc", None)
-    file = Path(getattr(place, "filename", ""))
+    file = Path(getattr(getattr(guard.sloc, "framework_loc", None), "filename", ""))
     if isinstance(guard.expr, sympy.Eq) and isinstance(guard.expr.lhs, (functions.Mod, functions.PythonMod)):
         return file.name != "_meta_registrations.py"
     return not file.is_relative_to(_TORCH) or file.is_relative_to(_TORCH / "nn")
 
 
 def _needed_guards(guards: Iterable[Any]) -> Iterator[Any]:
-    """Leave out guards that are true for all sizes, and guards that another guard implies.
-
-    A guard is left out only if its form shows this; no sizes are tried.
-    """
+    """Leave out guards whose form shows that they are true for all sizes, or that another guard implies them."""
     tightest: dict[Any, tuple[Any, Any]] = {}
     for guard in guards:
         if _is_always_true(guard):
@@ -148,10 +137,7 @@ def _in_python(expression: Any) -> str:
 
 
 class _SizeWriter:
-    """Writer of sympy's expressions of sizes as operations of a program, each expression once.
-
-    places: the input and the dimension whose size each symbol is.
-    """
+    """Writer of expressions of sizes as operations, each once. places: the input and dimension of each symbol."""
 
     def __init__(self, places: Mapping[sympy.Symbol, tuple[str, int]]):
         self.nodes: list[Node] = []
@@ -180,22 +166,16 @@ class _SizeWriter:
         if isinstance(expression, (sympy.Gt, sympy.Ge)):
             expression, arguments = expression.reversed, expression.args[::-1]
         if isinstance(expression, sympy.Pow) and isinstance(expression.exp, sympy.Integer) and expression.exp > 0:
-            return self._combine("sym.mul", [self._value(expression.base, guard)] * int(expression.exp))
+            return reduce(partial(self._add, "sym.mul"), [self._value(expression.base, guard)] * int(expression.exp))
         if isinstance(expression, boolalg.Not):
             return self._add("sym.eq", self._value(arguments[0], guard), 0)
         for kind, name in _OPERATIONS.items():
             if isinstance(expression, kind):
-                return self._combine(f"sym.{name}", [self._value(argument, guard) for argument in arguments])
+                return reduce(partial(self._add, f"sym.{name}"), [self._value(part, guard) for part in arguments])
         raise CaptureError(
             f"the model takes another code path for sizes that do not satisfy {_in_python(guard)}, but adalog cannot "
             f"check this because a program cannot hold {_in_python(expression)}: {ONE_SIZE}"
         )
-
-    def _combine(self, op: str, values: Sequence[Ref | int]) -> Ref | int:
-        first, *others = values
-        for other in others:
-            first = self._add(op, first, other)
-        return first
 
     def _add(self, op: str, *arguments: Ref | int) -> Ref:
         self.nodes.append(Node(f"size_{len(self.nodes)}", op, arguments))

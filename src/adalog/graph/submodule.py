@@ -6,6 +6,7 @@ import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from adalog.errors import CalibrationError
 from adalog.graph.capture import inference, take
-from adalog.graph.program import Program, leaves_of, refs_of
+from adalog.graph.program import Program, leaves_of
 from adalog.graph.sites import Site
 
 Inputs = tuple[Tensor, ...]
@@ -26,8 +27,8 @@ _CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
 class ModuleCall:
     """The arguments and the output of one call of a module, without the values of its tensors.
 
-    names: the names of all arguments, including each member of lists, tuples and dicts. constants: the arguments that
-    are not tensors. structure: the nesting of the arguments, by parameter name. output: the nesting of the output.
+    names: of all arguments, including each member of lists, tuples and dicts. constants: the arguments that are not
+    tensors. structure: the nesting of the arguments, by parameter name. output: the nesting of the output.
     """
 
     signature: inspect.Signature
@@ -111,13 +112,8 @@ def record_calls(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) 
 
 
 def _record(model: nn.Module, within: nn.Module, inputs: Sequence[Any]) -> tuple[list[ModuleCall], list[Inputs]]:
-    """Run `within(*inputs)`, and return each call of the module `model`, and the tensors of each call.
-
-    Raises CalibrationError if the run fails before the first call.
-    """
-    signature = inspect.signature(model.forward)
-    calls: list[ModuleCall] = []
-    inputs_of_calls: list[Inputs] = []
+    """Return the calls of `model` by `within`, and their tensors; CalibrationError if it fails before the first."""
+    signature, calls, inputs_of_calls = inspect.signature(model.forward), list[ModuleCall](), list[Inputs]()
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call, tensors = _call(signature, args, kwargs)
@@ -166,17 +162,15 @@ def _join(name: str, calls: list[Inputs]) -> list[Inputs]:
 def as_function(model: nn.Module, call: ModuleCall, calls: int) -> nn.Module:
     """Return the module as a function of the tensors of several calls, which returns a tuple of their outputs.
 
-    calls: the number of calls; with one, the function returns the output itself. It shares the module's parameters.
+    With one call, the function returns the output itself. It shares the module's parameters.
     """
     function, count, is_method = copy.copy(model), len(call.inputs), "forward" not in vars(model)
 
     def forward(module: nn.Module, *tensors: Tensor) -> Any:
+        own = partial(type(model).forward, module) if is_method else model.forward
         bound_calls = [call.bind(tensors[start : start + count]) for start in range(0, calls * count, count)]
-        outputs = tuple(own(module, *bound.args, **bound.kwargs) for bound in bound_calls)
+        outputs = tuple(own(*bound.args, **bound.kwargs) for bound in bound_calls)
         return outputs if calls > 1 else outputs[0]
-
-    def own(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return type(model).forward(module, *args, **kwargs) if is_method else model.forward(*args, **kwargs)
 
     names = [name if index == 0 else f"{name}_{index}" for index in range(calls) for name in _identifiers(call)]
     kind = inspect.Parameter.POSITIONAL_ONLY
@@ -208,30 +202,24 @@ def check_shareable(model: nn.Module, sites: Sequence[Site]) -> None:
 
 
 def of_first_call(program: Program, inputs: int) -> Program:
-    """Return the program of one call, from a program of several calls that share all quantizers.
-
-    inputs: the number of inputs per call.
-    """
-    inputs_of_part = program.inputs[:inputs]
-    alone = replace(program, inputs=inputs_of_part, output=program.output[0]).prune()
+    """Return the program of one call, with this many inputs, from one of several calls that share all quantizers."""
+    names = program.inputs[:inputs]
+    alone = replace(program, inputs=names, output=program.output[0]).prune()
     attributes = {node.args[1] for node in alone.nodes if len(node.args) > 1 and isinstance(node.args[1], str)}
     return replace(
         alone,
         quantizers={name: value for name, value in program.quantizers.items() if name in attributes},
         weights={name: value for name, value in program.weights.items() if name in alone.tensors},
-        free={name: dims for name, dims in program.free.items() if name in inputs_of_part},
-        rule=None if program.rule is None else _about(program.rule, inputs_of_part),
+        free={name: dims for name, dims in program.free.items() if name in names},
+        rule=None if program.rule is None else _about(program.rule, names),
     )
 
 
-def _about(rule: Program, inputs: Sequence[str]) -> Program | None:
+def _about(rule: Program, inputs: tuple[str, ...]) -> Program | None:
     """Return the part of a rule that depends on these inputs alone, or None if nothing is left."""
-    names = set(inputs)
-    for node in rule.nodes:
-        if names.issuperset(node.refs()):
-            names.add(node.name)
-    output = tuple(ref for ref in rule.output if names.issuperset(refs_of(ref)))
-    return replace(rule, inputs=tuple(inputs), output=output).prune() if output else None
+    others = replace(rule, inputs=tuple(name for name in rule.inputs if name not in inputs)).of_inputs
+    output = tuple(ref for ref in rule.output if ref.name not in others)
+    return replace(rule, inputs=inputs, output=output).prune() if output else None
 
 
 def exchange(model: nn.Module, within: nn.Module, replacement: nn.Module) -> None:

@@ -14,12 +14,13 @@ _KEPT = 8  # traces that a program keeps, each for inputs of other shapes
 Axis = tuple[int, int] | None  # (dimension that counts images, entries per image); None if all images share the value
 
 
+@torch.inference_mode(False)  # the values are kept for calls outside the caller's inference mode
+@torch.no_grad()
 def trace(program: Program, inputs: Sequence[Tensor], count: int | None = None) -> Mapping[str, Any]:
     """Return every value of a program by name, without data: tensors on the meta device, and sizes as numbers.
 
-    inputs: inputs whose shapes and dtypes are used. count: the number of images, if other than that of the inputs. A
-    program keeps its last traces, because many parts of a calibration ask for the same ones. Raises ProgramError if an
-    operation fails.
+    count: the number of images, if other than that of the inputs. A program keeps its last traces, because many parts
+    of a calibration ask for the same ones. Raises ProgramError if an operation fails.
     """
     if count is None:
         placeholders = [torch.empty_like(value, device="meta") for value in inputs]
@@ -28,19 +29,12 @@ def trace(program: Program, inputs: Sequence[Tensor], count: int | None = None) 
     key = tuple((value.shape, value.stride(), value.dtype) for value in placeholders)
     values = program.traces.get(key)
     if values is None:
-        values = program.traces[key] = _trace(program, placeholders)
+        values = {name: value.to("meta") for name, value in program.tensors.items()}
+        values |= zip(program.inputs, placeholders, strict=True)
+        program.run_without_data(placeholders, lambda node, args, result: values.__setitem__(node.name, result))
+        program.traces[key] = values
         for oldest in list(program.traces)[:-_KEPT]:
             program.traces.pop(oldest, None)
-    return values
-
-
-@torch.inference_mode(False)  # the values are kept for calls outside the caller's inference mode
-@torch.no_grad()
-def _trace(program: Program, inputs: Sequence[Tensor]) -> dict[str, Any]:
-    """Run a program on inputs without data, and return every value."""
-    values: dict[str, Any] = {name: value.to("meta") for name, value in program.tensors.items()}
-    values |= zip(program.inputs, inputs, strict=True)
-    program.run_without_data(inputs, lambda node, args, result: values.__setitem__(node.name, result))
     return values
 
 
@@ -82,9 +76,8 @@ def channels_in_views(
 ) -> list[tuple[str, Any]]:
     """Return a value and all its views, nearest first, each with the channel number of every entry.
 
-    values: from `trace`. readers: from `Program.consumers`. channels: the numbers in the value itself, in its shape; by
-    default, its last axis counts them. padded: follow zero padding too (see `zero_padding`); padded entries have the
-    channel number -1.
+    values: from `trace`. readers: from `Program.consumers`. channels: the numbers in the value itself; by default, its
+    last axis counts them. padded: follow zero padding too; padded entries have the channel number -1.
     """
     numbers, shape = sizes(values), values[name].shape
     views: list[tuple[str, Any]] = [(name, torch.arange(shape[-1]).expand(shape) if channels is None else channels)]
@@ -134,8 +127,7 @@ def keeps_images_apart(
 ) -> bool:
     """Return True if a batch of two images gives the same values, up to rounding, as separate runs.
 
-    run(first, count): computes the values of these names on `count` images, starting with image `first`. axes: along
-    which axis to concatenate the values of the separate runs. Values are compared with `close`.
+    run(first, count): computes the values of these names on `count` images, starting with image `first`.
     """
     if any(name not in axes for name in names):
         return False

@@ -286,11 +286,10 @@ def measure_of(program: Program, shapes: Mapping[str, Any]) -> Measure:
 
     shapes: every value of the program, without data.
     """
-    makers = {node.name: node for node in program.nodes}
     outputs = set(refs_of(program.output))
-    source = find_source(program, makers, next(iter(outputs))).node if len(outputs) == 1 else ""
-    shape = tuple(shapes[next(iter(outputs))].shape) if source in makers else ()
-    logits = len(shape) == 2 and shape[1] > 1 and makers[source].op == PRODUCTS[0]
+    source = find_source(program, next(iter(outputs))).node if len(outputs) == 1 else ""
+    shape = tuple(shapes[next(iter(outputs))].shape) if source in program.makers else ()
+    logits = len(shape) == 2 and shape[1] > 1 and program.makers[source].op == PRODUCTS[0]
     return "kl" if logits else "relative squared error"
 
 
