@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import replace
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +12,6 @@ from hypothesis import strategies as st
 from torch.nn.functional import gelu
 
 import adalog.quantizers.log_format
-import adalog.search.bounds
 import adalog.search.objective
 from adalog.baselines import TwinFormat, TwinUniformQuantizer
 from adalog.config import Config, power_law_format
@@ -53,25 +54,27 @@ from problems import (
     weight_of,
 )
 from recorded import Operations
-from strategies import R, bits, normal, q
+from strategies import R, bits, f64, normal, q
 
 
 @pytest.fixture
-def sampled(monkeypatch):
-    """Samples of as few rows as the search says; the strides that were taken from now on."""
+def spy(monkeypatch):
+    """A function that replaces another one by a mock that calls it, and returns the mock."""
+
+    def replaced(owner, name):
+        mock = Mock(wraps=getattr(owner, name))
+        monkeypatch.setattr(owner, name, mock)
+        return mock
+
+    return replaced
+
+
+@pytest.fixture
+def strides(spy, monkeypatch):
+    """A function that returns the strides of all samples until now. Samples are as small as the search allows."""
     monkeypatch.setattr(adalog.search.objective, "_ROUGH_ELEMENTS", 1)
-    taken = []
-    every = Sample.every
-
-    def recorded(stride, *rest):
-        taken.append(stride)
-        return every(stride, *rest)
-
-    monkeypatch.setattr(Sample, "every", recorded)
-    return taken
-
-
-# --- products -------------------------------------------------------------------------------------------------
+    every = spy(Sample, "every")
+    return lambda: [call.args[0] for call in every.call_args_list]
 
 
 @every_problem
@@ -86,23 +89,26 @@ def test_error_never_rises_however_rough_the_candidates(problem, dropped_bits, m
 
 
 @every_problem
-def test_products_are_searched_together_as_alone(problem, monkeypatch):
+def test_products_are_searched_together_as_alone(problem):
     left, right = problem()
-    factors = 1.0, 0.3, 2.0
     products = [
         Product(
             "linear", replace(left, values=left.values * factor), replace(right, values=right.values.roll(index, 0))
         )
-        for index, factor in enumerate(factors)
+        for index, factor in enumerate((1.0, 0.3, 2.0))
     ]
     search = replace(SMALL, rounds=2, rough_rows=0)
-    alone = [search.search_product(each) for each in products]
-    together = search.search_together(products)
-    for one, other in zip(alone, together, strict=True):
+    for one, other in zip(map(search.search_product, products), search.search_together(products), strict=True):
         assert other.sqnr == pytest.approx(one.sqnr, abs=1e-3)
         assert other.left.scale.shape == one.left.scale.shape
         assert weight_of(other).scale.shape == weight_of(one).scale.shape
         torch.testing.assert_close(other.left.scale, one.left.scale, rtol=1e-6, atol=0)
+
+
+def sqnr_of(found, left, right):
+    """The signal-to-noise ratio of the output [dB]. Padding stays zero."""
+    noise, signal = output_error(left, right, left.fake_quantize(found.left), right.fake_quantize(found.right))
+    return 10 * math.log10(signal / noise)
 
 
 @every_problem
@@ -120,13 +126,13 @@ def test_a_stack_takes_as_many_operations_as_one_product(problem):
 @pytest.mark.slow
 @every_problem
 @pytest.mark.parametrize("fast", [False, True], ids=["exact", "bfloat16"])
-def test_error_never_rises_however_few_rows_are_looked_at(problem, fast, sampled, monkeypatch):
+def test_error_never_rises_however_few_rows_are_looked_at(problem, fast, strides, monkeypatch):
     """The winner of each search meets the incumbent on all rows, in full precision."""
     monkeypatch.setattr(adalog.search.forms, "multiplies_bfloat16", lambda _: fast)
     left, right = (replace(side, values=side.values.float()) for side in many_rows(problem))
     search = replace(SMALL, rough_rows=40)
     errors = [error_of(found_by(left, right, replace(search, rounds=rounds)), left, right) for rounds in (1, 2)]
-    assert max(sampled) > 1
+    assert max(strides()) > 1
     assert errors[1] <= errors[0] * (1 + 1e-6)  # judged in float32
 
 
@@ -142,15 +148,14 @@ def test_a_weight_in_pieces_is_found_as_in_one(problem, rough_rows, chunk, monke
     """
     left, right = problem()
     search = replace(SMALL, rough_rows=rough_rows, rounds=2)
-    whole = found_by(left, right, search)
+    whole, by_rows = found_by(left, right, search), ProductError.by_rows
     pieces = []
-    of = adalog.search.objective.ProductError.by_rows
 
     def recorded(error):
-        pieces.append(len(of(error)))
-        return of(error)
+        pieces.append(len(by_rows(error)))
+        return by_rows(error)
 
-    monkeypatch.setattr(adalog.search.objective.ProductError, "by_rows", recorded)
+    monkeypatch.setattr(ProductError, "by_rows", recorded)
     monkeypatch.setattr(adalog.search.objective, "chunk_elements", lambda _: chunk)
     found = found_by(left, right, search)
     assert max(pieces) == {16: 12, 50: 3}[chunk]
@@ -160,19 +165,13 @@ def test_a_weight_in_pieces_is_found_as_in_one(problem, rough_rows, chunk, monke
     assert found.sqnr == pytest.approx(whole.sqnr, rel=1e-12)
 
 
-def test_what_was_found_is_looked_for_nearby_where_rows_are_many(monkeypatch):
+def test_what_was_found_is_looked_for_nearby_where_rows_are_many(spy):
     left, right = linear()
-    near = []
-    minimise = adalog.search.bounds.minimise
-
-    def recorded(*args, nearby=False):
-        near.append(nearby)
-        return minimise(*args, nearby=nearby)
-
-    monkeypatch.setattr(adalog.search.bounds, "minimise", recorded)
+    minimise = spy(bounds, "minimise")
     for rough_rows, expected in ((0, False), (63, True), (64, False)):
-        near.clear()
+        minimise.reset_mock()
         found_by(left, right, replace(SMALL, rough_rows=rough_rows, rounds=2))
+        near = [call.kwargs.get("nearby", False) for call in minimise.call_args_list]
         assert near[:5] == [False, False, False, expected, expected]  # left by its own error, right, left, right, left
 
 
@@ -195,66 +194,38 @@ def test_looking_nearby_scores_33_points_and_loses_nothing(problem):
 
 
 @every_problem
-def test_a_round_that_changes_nothing_is_the_last(problem, monkeypatch):
-    searches = []
-    minimise = adalog.search.bounds.minimise
-
-    def counted(*args, **options):
-        searches.append(args[1])
-        return minimise(*args, **options)
-
-    monkeypatch.setattr(adalog.search.bounds, "minimise", counted)
+def test_a_round_that_changes_nothing_is_the_last(problem, spy):
+    minimise = spy(bounds, "minimise")
     left, right = problem()
     found = found_by(left, right, replace(SMALL, rounds=40))
-    assert 3 <= len(searches) < 80  # left by its own error, right, then both a round, or left alone in the last
-    rounds = max(1, (len(searches) - 1) // 2)
-    assert found.sqnr == found_by(left, right, replace(SMALL, rounds=rounds)).sqnr
+    searches = minimise.call_count
+    assert 3 <= searches < 80  # left by its own error, right, then both a round, or left alone in the last
+    assert found.sqnr == found_by(left, right, replace(SMALL, rounds=max(1, (searches - 1) // 2))).sqnr
 
 
 @every_problem
-def test_the_right_operand_is_first_searched_against_the_left_one_by_its_own_error(problem, monkeypatch):
+def test_the_right_operand_is_first_searched_against_the_left_one_by_its_own_error(problem, spy):
     left, right = problem()
-    seen = []
-    of = adalog.search.bounds.ProductError.of
-
-    def recorded(values, exact, hat, *rest, **options):
-        seen.append((values, hat))
-        return of(values, exact, hat, *rest, **options)
-
-    monkeypatch.setattr(adalog.search.bounds.ProductError, "of", recorded)
+    error_of_product = spy(ProductError, "of")
     found_by(left, right, ONE_ROUND)
     start = left.quantizer(search_own(left, ONE_ROUND)).fake_quantize(left.values)
-    assert seen[0][0] is right.values
-    assert torch.equal(seen[0][1], start.transpose(-1, -2))
-    assert seen[1][0] is left.values
+    (values, _, hat, *_), (second, *_) = (call.args for call in error_of_product.call_args_list[:2])
+    assert values is right.values
+    assert torch.equal(hat, start.transpose(-1, -2))
+    assert second is left.values
 
 
-def test_a_weight_is_searched_once_if_the_activation_stays_float(monkeypatch):
+def test_a_weight_is_searched_once_if_the_activation_stays_float(spy):
     left, right = linear()
-    searched, search_operand = [], bounds._search_operand
-
-    def recorded(operand, *args, **options):
-        searched.append(operand)
-        return search_operand(operand, *args, **options)
-
-    monkeypatch.setattr(bounds, "_search_operand", recorded)
+    searched = spy(bounds, "_search_operand")
     assert found_by(replace(left, format=UniformFormat(32)), right, replace(SMALL, rounds=3)).left is None
-    assert [operand.values is right.values for operand in searched] == [True]
+    assert [call.args[0].values is right.values for call in searched.call_args_list] == [True]
 
 
 def test_rounds_help():
     left, right = linear(3)
     errors = [error_of(found_by(left, right, replace(SMALL, rounds=rounds)), left, right) for rounds in (1, 3)]
     assert errors[1] < 0.995 * errors[0]
-
-
-@every_problem
-def test_sqnr_is_that_of_the_output(problem):
-    left, right = problem()
-    found = found_by(left, right, ONE_ROUND)
-    hats = found.left.fake_quantize(left.values), right.fake_quantize(found.right)
-    noise, signal = output_error(left, right, *hats)
-    assert found.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-6)
 
 
 @pytest.mark.parametrize("problem", [linear, attention, after_softmax, after_gelu])
@@ -266,19 +237,18 @@ def test_more_bits_more_sqnr(problem):
 
 @every_problem
 @pytest.mark.parametrize("rough_rows", [0, 40])
-def test_search_is_deterministic_and_leaves_its_operands(problem, rough_rows, sampled, monkeypatch):
+def test_search_is_deterministic_and_leaves_its_operands(problem, rough_rows, strides, monkeypatch):
     monkeypatch.setattr(adalog.search.forms, "multiplies_bfloat16", lambda _: True)
     left, right = (replace(side, values=side.values.float()) for side in many_rows(problem))
     before = left.values.clone(), right.values.clone()
     search = replace(SMALL, rough_rows=rough_rows, rounds=2)
     first, second = (found_by(left, right, search) for _ in range(2))
-    assert (max(sampled, default=1) > 1) == (rough_rows > 0)
+    assert (max(strides(), default=1) > 1) == (rough_rows > 0)
     assert first.sqnr == second.sqnr
     assert torch.equal(first.left.scale, second.left.scale)
     assert torch.equal(weight_of(first).scale, weight_of(second).scale)
     assert torch.equal(weight_of(first).zero_point, weight_of(second).zero_point)
-    assert torch.equal(left.values, before[0])
-    assert torch.equal(right.values, before[1])
+    assert all(map(torch.equal, (left.values, right.values), before))
 
 
 @pytest.mark.parametrize(
@@ -288,9 +258,12 @@ def test_search_is_deterministic_and_leaves_its_operands(problem, rough_rows, sa
         (attention, (1, 3, 1, 1), (1, 3, 1, 1)),
         (after_softmax, (), (1, 2, 1, 1)),
         (after_gelu, (), (12, 1)),
+        (fixed_base, (), (1, 2, 1, 1)),
+        (symmetric, (1, 1), (12, 1)),
     ],
 )
 def test_parameters_are_shaped_against_the_operands(problem, left, right):
+    """The SQNR is that of the output."""
     operands = problem()
     found = found_by(*operands, ONE_ROUND)
     assert found.left.scale.shape == left
@@ -300,6 +273,7 @@ def test_parameters_are_shaped_against_the_operands(problem, left, right):
         assert code.shape == operand.values.shape
         assert code.min() >= 0
         assert code.max() < 16
+    assert found.sqnr == pytest.approx(sqnr_of(found, *operands), abs=1e-6)
 
 
 def between_the_extremes(values):
@@ -358,32 +332,23 @@ def test_every_strategy_improves_on_the_widest_bounds(strategy):
     left = replace(left, values=left.values[:10])
     found = found_by(left, right, replace(SMALL, strategy=strategy, rounds=2))
     low, high = right.box(0.4)
-    scale, zero_point = (value[:, None] for value in bounds_to_uniform(low[0], high[1], 3))
-    widest = uniform_fake_quantize(right.values, scale, zero_point, 3)
-    assert (
-        error_of(found, left, right) < 0.9 * output_error(left, right, found.left.fake_quantize(left.values), widest)[0]
-    )
+    widest = right.fake_quantize_at(torch.stack([low[0], high[1]]))
+    left_hat = left.fake_quantize(found.left)
+    assert error_of(found, left, right) < 0.9 * output_error(left, right, left_hat, widest)[0]
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [
-        linear,
-        after_softmax,
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (attention, after_gelu, fixed_base)),
-    ],
-)
-def test_rough_steps_cost_little(problem, sampled):
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("problem", [linear, after_softmax, slow(attention), slow(after_gelu), slow(fixed_base)])
+def test_rough_steps_cost_little(problem, strides):
     """On several times the tokens of the other tests; a sample of a dozen tokens would tell nothing."""
     left, right = many_rows(problem)
     exact = error_of(found_by(left, right, SEARCH), left, right)
-    assert not sampled
+    assert not strides()
     rough = error_of(found_by(left, right, replace(SEARCH, rough_rows=120)), left, right)
-    assert max(sampled) > 1
+    assert max(strides()) > 1
     assert rough <= 1.05 * exact
-
-
-# --- a convolution's padding -----------------------------------------------------------------------------------
 
 
 def padded(form):
@@ -398,37 +363,15 @@ def test_padding_stays_zero(form):
     left, right = padded(form)
     found = found_by(left, right, SMALL)
     hat = torch.where(left.mask.bool(), found.left.fake_quantize(left.values), 0.0)
-    noise, signal = output_error(left, right, hat, right.fake_quantize(found.right))
-    assert found.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-6)
+    assert torch.equal(left.fake_quantize(found.left), hat)
+    assert found.sqnr == pytest.approx(sqnr_of(found, left, right), abs=1e-6)
 
 
 def test_padding_is_no_noise_to_the_search():
     """Zero is no level of a quantizer with an offset, so padding that counts drives the search elsewhere."""
-    form = LogFormat(3, r=R, offset=GELU_OFFSET)
-    left, right = padded(form)
-
-    def error(found):
-        hat = torch.where(left.mask.bool(), found.left.fake_quantize(left.values), 0.0)
-        return output_error(left, right, hat, right.fake_quantize(found.right))[0]
-
-    masked = error(found_by(left, right, SMALL))
-    counted = error(found_by(replace(left, mask=None), right, SMALL))
-    assert masked < counted
-
-
-# --- candidates -----------------------------------------------------------------------------------------------
-
-
-@every_problem
-def test_uniform_candidates_are_their_quantizers(problem):
-    for operand in problem():
-        if not isinstance(operand.format, LogFormat):
-            low, high = operand.box(0.4)
-            points = torch.stack([low, high, (low + high) / 2])
-            expected = [operand.quantizer(point).fake_quantize(operand.values) - operand.values for point in points]
-            errors = operand.format.errors(operand.values)
-            for dtype in (operand.values.dtype, torch.bfloat16):
-                assert torch.equal(errors(points, dtype), torch.stack(expected).to(dtype))
+    left, right = padded(LogFormat(3, r=R, offset=GELU_OFFSET))
+    masked, counted = (found_by(operand, right, SMALL) for operand in (left, replace(left, mask=None)))
+    assert error_of(masked, left, right) < error_of(counted, left, right)
 
 
 @pytest.mark.slow
@@ -459,18 +402,13 @@ def test_log_candidates_are_their_quantizers_but_at_thresholds(problem, rounding
 
 
 @pytest.mark.parametrize(
-    ("kind", "base", "table"),
-    [("uniform", None, True), ("log2", (1, 1), False), ("log-sqrt2", (1, 2), False), ("adalog", (0, 41), True)],
+    ("kind", "base", "table"), [("log2", (1, 1), False), ("log-sqrt2", (1, 2), False), ("adalog", (0, 41), True)]
 )
 def test_power_law_formats(kind, base, table):
     config = Config(r=41, q_min=3, q_max=99, beyond="saturate", rounding="log")
-    form = power_law_format(kind, 3, config, 0.17)
-    assert form.bits == 3
-    assert isinstance(form, LogFormat) == (base is not None)
-    if base is not None:
-        assert (form.q, form.r, form.table) == (*base, table)
-        assert (form.q_min, form.q_max) == (3, 99)
-        assert (form.beyond, form.rounding, form.offset) == ("saturate", "log", 0.17)
+    assert power_law_format("uniform", 3, config, 0.17) == UniformFormat(3)
+    expected = LogFormat(3, (), base[1], base[0], 3, 99, table, "saturate", "log", 0.17)
+    assert power_law_format(kind, 3, config, 0.17) == expected
 
 
 @pytest.mark.parametrize(
@@ -481,9 +419,6 @@ def test_bases_stay_in_their_range(q_min, q_max, exponent, expected):
     """A search refines log2 q, a little beyond the box as well."""
     operand = Operand(torch.ones(2, 2), LogFormat(4, r=R, q_min=q_min, q_max=q_max))
     assert operand.quantizer(torch.tensor([exponent, 1.0])).q == expected
-
-
-# --- channels -------------------------------------------------------------------------------------------------
 
 
 OWN, DEVIATIONS = (replace(SEARCH, fold_ranges=ranges) for ranges in ("own", "deviations"))
@@ -509,11 +444,10 @@ def test_search_channels_is_no_worse_than_min_and_max(width):
     assert scale.shape == zero_point.shape == (6,)
     assert bool((scale > 0).all())
     widest = bounds_to_uniform(values.min(0).values, values.max(0).values, width)
-
-    def error(*parameters):
-        return (uniform_fake_quantize(values, *parameters, width) - values).square().sum(0)
-
-    found, of_widest = error(scale, zero_point), error(*widest)
+    found, of_widest = (
+        (uniform_fake_quantize(values, *parameters, width) - values).square().sum(0)
+        for parameters in ((scale, zero_point), widest)
+    )
     assert bool((found <= of_widest * (1 + 1e-9) + 1e-12).all())
     assert found[4] < {3: 0.7, 4: 0.9}[width] * of_widest[4]  # the more bits, the less there is to clip
     assert torch.equal(zero_point, zero_point.round())
@@ -524,11 +458,10 @@ def test_channels_may_share_one_range_in_deviations(width):
     values = channels()
     scale, zero_point = search_channels(values, width, DEVIATIONS)
     deviation, mean = values.std(0, correction=0), values.mean(0)
-    lower, upper = -zero_point * scale, (2**width - 1 - zero_point) * scale
     holds_zero = [1, 4, 0]  # channels whose range is not widened to reach zero
-    lower, upper = ((edge - mean) / deviation for edge in (lower, upper))
-    for edge in (lower, upper):
-        assert edge[holds_zero].max() - edge[holds_zero].min() < 2 * (scale / deviation)[holds_zero].max()
+    for edge in (-zero_point * scale, (2**width - 1 - zero_point) * scale):
+        shared = ((edge - mean) / deviation)[holds_zero]
+        assert shared.max() - shared.min() < 2 * (scale / deviation)[holds_zero].max()
     assert bool(torch.isfinite(scale).all() and (scale > 0).all())
     assert torch.equal(zero_point, zero_point.round())
 
@@ -565,61 +498,47 @@ def test_ranges_in_deviations_fit_unseen_values_better():
     assert lost(search_channels(seen, 8, DEVIATIONS)) < 0.5 * lost(bounds_to_uniform(own[0], own[1], 8))
 
 
-def test_search_channels_treats_each_channel_alone():
-    values = channels()
-    together = search_channels(values, 4, OWN)
-    for i in range(6):
-        alone = search_channels(values[:, i : i + 1], 4, OWN)
-        assert (alone[0].item(), alone[1].item()) == (together[0][i].item(), together[1][i].item())
-
-
 @pytest.mark.parametrize("strategy", ["alternating", "brute-force"])
 def test_search_channels_is_the_same_for_every_strategy(strategy):
     first, second = (search_channels(channels(), 4, replace(SEARCH, strategy=name)) for name in ("fpcs", strategy))
     assert torch.equal(first[0], second[0])
 
 
-@pytest.mark.parametrize("shapes", [((40, 12), (5, 12)), ((3, 40, 6), (3, 4, 6))], ids=["linear", "grouped"])
+every_weight = pytest.mark.parametrize(
+    "shapes", [((40, 12), (5, 12)), ((3, 40, 6), (3, 4, 6))], ids=["linear", "grouped"]
+)
+
+
+@every_weight
 def test_refitted_scales_are_the_least_squares_of_the_codes(shapes):
-    """A float64 oracle row by row; the codes stay."""
-    w_shape = shapes[1]
+    """A float64 oracle; the codes stay."""
     generator = torch.Generator().manual_seed(3)
     x, w = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    own_dims = (0,) if w.ndim == 2 else (0, 1)
-    left, right = Operand(x, UniformFormat(3)), Operand(w, UniformFormat(3, own_dims=own_dims))
+    left, right = Operand(x, UniformFormat(3)), Operand(w, UniformFormat(3, own_dims=tuple(range(w.ndim - 1))))
     found = found_by(left, right, replace(SMALL, refit=False))
     stored = Product("linear", left, right).refit(found.left, found.right)
     codes = found.right.quantize(w)
     assert torch.equal(stored.codes.double(), codes)
     assert torch.equal(stored.quantizer.zero_point, found.right.zero_point)
-    assert torch.equal(stored.dequantize(), (codes - found.right.zero_point) * stored.quantizer.scale)
-    x_hat = found.left.fake_quantize(x)
     signed = codes - found.right.zero_point
-    rows = signed.reshape(-1, w_shape[-1])
-    for index, (row, exact, scale) in enumerate(
-        zip(rows, w.reshape(rows.shape), stored.quantizer.scale.flatten(), strict=True)
-    ):
-        group = index // w_shape[-2]
-        inputs, hats = (value if value.ndim == 2 else value[group] for value in (x, x_hat))
-        made, wanted = hats @ row, inputs @ exact
-        torch.testing.assert_close(scale, made @ wanted / (made @ made), rtol=1e-9, atol=0)
+    assert torch.equal(stored.dequantize(), signed * stored.quantizer.scale)
+    made, wanted = found.left.fake_quantize(x) @ signed.mT, x @ w.mT
+    scale = (made * wanted).sum(-2) / made.square().sum(-2)
+    torch.testing.assert_close(stored.quantizer.scale.flatten(), scale.flatten(), rtol=1e-9, atol=0)
     assert error_of(Assignment(found.left, stored), left, right) < error_of(found, left, right)
 
 
-@pytest.mark.parametrize("shapes", [((40, 12), (5, 12)), ((3, 40, 6), (3, 4, 6))], ids=["linear", "grouped"])
+@every_weight
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_sqnr_of_refitted_scales_is_that_of_their_output(shapes, exact):
     """It follows from the sums that the scales are fitted by, also where codes are exact but for their scale."""
-    x, w = (torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64) for shape in shapes)
+    x, w = (normal(*shape, seed=3) for shape in shapes)
     w = w.sign() if exact else w
-    own_dims = (0,) if w.ndim == 2 else (0, 1)
-    left = Operand(x, UniformFormat(32 if exact else 3))
-    product = Product("linear", left, Operand(w, UniformFormat(3, own_dims=own_dims)))
-    zero_point = torch.full((*w.shape[:-1], 1), 4.0, dtype=torch.float64)
+    left, right = Operand(x, UniformFormat(32 if exact else 3)), Operand(w, UniformFormat(3, tuple(range(w.ndim - 1))))
+    product, zero_point = Product("linear", left, right), torch.full((*w.shape[:-1], 1), 4.0, dtype=torch.float64)
     quantizer = UniformQuantizer(zero_point / (4.2 if exact else 5), zero_point, 3)
-    first = None if exact else UniformQuantizer(torch.tensor(0.7).double(), torch.tensor(4.0).double(), 3)
-    found = product.assign_refitted(first, quantizer)
-    stored = product.refit(first, quantizer)
+    first = None if exact else UniformQuantizer(f64(0.7), f64(4.0), 3)
+    found, stored = product.assign_refitted(first, quantizer), product.refit(first, quantizer)
     assert torch.equal(found.right.codes, stored.codes)
     assert torch.equal(found.right.quantizer.scale, stored.quantizer.scale)
     if exact:
@@ -629,25 +548,26 @@ def test_the_sqnr_of_refitted_scales_is_that_of_their_output(shapes, exact):
 
 
 def test_the_search_refits_weights_and_nothing_else():
-    heads = [Operand(normal(4, 2, 9, 6, seed=seed).float(), UniformFormat(4, own_dims=(1,))) for seed in (1, 2)]
-    found = found_by(*heads, SMALL)
+    found = found_by(*attention(), SMALL)
     assert isinstance(found.left, UniformQuantizer)
     assert isinstance(found.right, UniformQuantizer)
-    weight = Operand(normal(5, 6, seed=3).float(), UniformFormat(4, own_dims=(0,)))
-    left = Operand(normal(50, 6, seed=4).float(), UniformFormat(4))
+    left, weight = linear()
     found, before = (found_by(left, weight, search) for search in (SMALL, replace(SMALL, refit=False)))
     assert isinstance(found.left, UniformQuantizer)
-    assert isinstance(found.right, QuantizedTensor)
     assert isinstance(before.right, UniformQuantizer)
-    assert torch.equal(found.right.codes.float(), before.right.quantize(weight.values))
+    assert torch.equal(found.right.codes.double(), before.right.quantize(weight.values))
     assert not torch.equal(found.right.quantizer.scale, before.right.scale)
 
 
 def test_large_values_in_float16_do_not_overflow():
     """Their squares would: the search and what judges it compute in float32."""
     x, w = (normal(256, 64, seed=1) * 30).half(), normal(8, 64, seed=2).half()
-    found = found_by(Operand(x, UniformFormat(4)), Operand(w, UniformFormat(4, own_dims=(0,))), Search())
-    wide = found_by(Operand(x.float(), UniformFormat(4)), Operand(w.float(), UniformFormat(4, own_dims=(0,))), Search())
+    found, wide = (
+        found_by(
+            Operand(x.to(dtype), UniformFormat(4)), Operand(w.to(dtype), UniformFormat(4, own_dims=(0,))), Search()
+        )
+        for dtype in (torch.half, torch.float)
+    )
     assert bool(torch.isfinite(weight_of(found).scale).all())
     assert abs(found.sqnr - wide.sqnr) < 0.5
 
@@ -664,12 +584,6 @@ def random_linear():
     return Product("linear", Operand(left, UniformFormat(4)), Operand(right, UniformFormat(4, own_dims=(0,))))
 
 
-def of_weight(given):
-    """The error of the product as the right operand's search sees it, with the left one exact."""
-    x = given.left.values.transpose(-1, -2)
-    return ProductError.of(given.right.values, x, x, (0,))
-
-
 def points(*rows):
     """A point per row of the weight, (low, high) each: (2, rows)."""
     return torch.tensor(rows, dtype=torch.float64).T
@@ -681,45 +595,40 @@ SHIFTED = (-2.0625, 1.6875)  # the same scale of 1/4, and the same zero point of
 
 def test_each_row_keeps_the_point_of_less_loss():
     """The first row's new point is worse, the second's is better, the third's is equal."""
-    given = random_linear()
-    error = of_weight(given)
+    product = random_linear()
+    x, weight = product.left.values, product.right
+    error = ProductError.of(weight.values, x.mT, x.mT, (0,))
     before, after = points(GOOD, BAD, GOOD), points(BAD, GOOD, SHIFTED)
-    found, total = bounds._better(error, given.right, after, before)
+    found, total = bounds._better(error, weight, after, before)
     assert torch.equal(found, points(GOOD, GOOD, GOOD))
-    hat = given.right.fake_quantize_at(points(GOOD, GOOD, GOOD)) - given.right.values
-    assert total == pytest.approx(float((given.left.values @ hat.T).square().sum()), rel=1e-9)
-
-
-@pytest.mark.parametrize("after", [points(BAD, BAD, BAD), points(SHIFTED, BAD, SHIFTED)], ids=["worse", "equal"])
-def test_the_point_before_stays_where_no_row_gets_better(after):
-    given, before = random_linear(), points(GOOD, GOOD, GOOD)
-    assert torch.equal(bounds._better(of_weight(given), given.right, after, before)[0], before)
+    hat = weight.fake_quantize_at(points(GOOD, GOOD, GOOD)) - weight.values
+    assert total == pytest.approx(float((x @ hat.T).square().sum()), rel=1e-9)
 
 
 @pytest.mark.parametrize("rough_rows", [0, 10])
 def test_a_candidate_that_is_worse_replaces_nothing(rough_rows, monkeypatch):
     """Whatever a strategy returns, the second round cannot lose what the first one has found."""
-    given, minimise, calls = random_linear(), bounds.minimise, []
+    product, minimise = random_linear(), bounds.minimise
 
     def worse(loss, operand, search, incumbent=None, rough=None, *, nearby=False):
-        calls.append(incumbent is not None)
-        return minimise(loss, operand, search, incumbent, rough, nearby=nearby) if calls[-1] is False else 9 * incumbent
+        return minimise(loss, operand, search, None, rough) if incumbent is None else 9 * incumbent
 
     search = replace(EXACT_ROUND, rough_rows=rough_rows)
-    first = bounds.search_own(given.left, search)
-    second, _ = bounds._search_operand(given.right, given.left.values, given.left.fake_quantize_at(first), search, None)
+    left, right = product.left, product.right
+    first = search_own(left, search)
+    second, _ = bounds._search_operand(right, left.values, left.fake_quantize_at(first), search, None)
     monkeypatch.setattr(bounds, "minimise", worse)
-    found = replace(search, rounds=2).search_product(given)
-    assert any(calls)
-    for after, side, point in ((found.left, given.left, first), (found.right, given.right, second)):
+    found = replace(search, rounds=2).search_product(product)
+    for after, side, point in ((found.left, left, first), (found.right, right, second)):
         before = side.quantizer(point)
         assert torch.equal(before.scale, after.scale)
         assert torch.equal(before.zero_point, after.zero_point)
 
 
-def with_start_times(monkeypatch, factor):
-    """A wide start, and what comes of it where each search of an operand finds its ends times this factor."""
-    given = random_linear()
+@pytest.mark.parametrize("factor", [1, 10, 0.7])
+def test_a_start_stays_unless_the_search_finds_something_better(factor, monkeypatch):
+    """A wide start, and searches that find its ends times this factor. Where it stays, its quantizers are no copies."""
+    product = random_linear()
 
     def finds(operand, other, other_hat, search, incumbent, *, nearby=False):
         return incumbent * factor, torch.tensor(1.0, dtype=torch.float64)
@@ -727,25 +636,11 @@ def with_start_times(monkeypatch, factor):
     def quantizer(scale, shape):
         return UniformQuantizer(torch.full(shape, scale).double(), torch.full(shape, 8.0).double(), 4)
 
-    start = given.assign(quantizer(1.5, (1,)), quantizer(0.75, (3, 1)))
+    start = product.assign(quantizer(1.5, (1,)), quantizer(0.75, (3, 1)))
     monkeypatch.setattr(bounds, "_search_operand", finds)
-    return start, EXACT_ROUND.search_product(replace(given, start=start))
-
-
-@pytest.mark.parametrize("times", [1, 10])
-def test_a_start_stays_where_the_search_finds_nothing_better(monkeypatch, times):
-    """Its own quantizers, and not copies that the search made of their points."""
-    start, found = with_start_times(monkeypatch, times)
-    assert found.sqnr == start.sqnr
-    assert found.left is start.left
-    assert found.right is start.right
-
-
-def test_a_start_goes_where_the_search_finds_something_better(monkeypatch):
-    start, found = with_start_times(monkeypatch, 0.7)
-    assert found.sqnr > start.sqnr + 0.1
-    assert found.left is not start.left
-    assert found.right is not start.right
+    found = EXACT_ROUND.search_product(replace(product, start=start))
+    assert (found.sqnr > start.sqnr + 0.1) if factor < 1 else (found.sqnr == start.sqnr)
+    assert (found.left is start.left) == (found.right is start.right) == (factor >= 1)
 
 
 def test_a_search_can_start_from_symmetric_weights_alone():

@@ -23,8 +23,6 @@ from adalog.study.cost import cost
 from stored import deserialise, serialise
 from strategies import bits
 
-# --- bits -------------------------------------------------------------------------------------------------------------
-
 
 @given(bits, st.integers(0, 65), st.randoms(use_true_random=False))
 def test_pack_and_unpack_are_inverse(width, count, random):
@@ -33,11 +31,6 @@ def test_pack_and_unpack_are_inverse(width, count, random):
     assert packed.dtype == torch.uint8
     assert packed.shape == (math.ceil(width * count / 8),)
     assert torch.equal(unpack(packed, width, count), codes)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 1001])
-def test_three_bits_take_three_bits(count):
-    assert pack(torch.full((count,), 5, dtype=torch.uint8), 3).numel() == math.ceil(3 * count / 8)
 
 
 def test_the_stream_starts_at_the_least_significant_bit():
@@ -76,9 +69,6 @@ def codes_agree(model, images):
     return all(float((model.compile(each)(images) - fake).norm() / fake.norm()) < 0.05 for each in EXECUTORS)
 
 
-# --- symmetric weights ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(
     scope="module", params=[(), pytest.param(FITTED, marks=pytest.mark.slow)], ids=["searched", "reconstructed"]
 )
@@ -98,9 +88,6 @@ def test_symmetric_weights_run_and_round_trip(symmetric_model, images):
     loaded = deserialise(serialise(symmetric_model))
     assert torch.equal(loaded(images), symmetric_model(images))
     assert loaded.config.weights == "symmetric"
-
-
-# --- the quantizer of the how-to --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +119,9 @@ def ternary_models(ternary, tiny, images, fast):
 @pytest.fixture(scope="module")
 def ternary_model(ternary_models):
     return ternary_models[1]
+
+
+STORED = {"codes": pack(torch.ones(320, dtype=torch.uint8), 2), "scale": torch.ones(10)}  # of a weight of 10 rows
 
 
 @pytest.mark.slow
@@ -187,10 +177,9 @@ def test_bytes_of_ternary_weights_have_no_zero_points(ternary_model):
     ],
 )
 def test_ternary_weights_that_no_model_has(ternary, change, match):
-    given = {"codes": pack(torch.ones(320, dtype=torch.uint8), 2), "scale": torch.ones(10)}
-    assert decode_weight("head.weight", "ternary", given, 2, [10, 32]).dequantize().unique().tolist() == [0.0]
+    assert decode_weight("head.weight", "ternary", STORED, 2, [10, 32]).dequantize().unique().tolist() == [0.0]
     with pytest.raises(ArtifactError, match=match):
-        decode_weight("head.weight", "ternary", given | change, 2, [10, 32])
+        decode_weight("head.weight", "ternary", STORED | change, 2, [10, 32])
 
 
 @pytest.mark.parametrize(
@@ -203,9 +192,8 @@ def test_ternary_weights_that_no_model_has(ternary, change, match):
     ],
 )
 def test_kinds_that_no_weight_has(kind, match):
-    given = {"codes": pack(torch.ones(320, dtype=torch.uint8), 2), "scale": torch.ones(10)}
     with pytest.raises(ArtifactError, match=match):
-        decode_weight("head.weight", kind, given, 2, [10, 32])
+        decode_weight("head.weight", kind, STORED, 2, [10, 32])
 
 
 def test_a_weight_of_another_kind_is_refused_when_it_is_written(quantized):

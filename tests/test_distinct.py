@@ -1,18 +1,19 @@
 """Candidates that are equal are scored once, and have the losses that they would have alone."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
+import strategies
 from adalog.quantizers import LogFormat, UniformFormat
 from adalog.search.distinct import DistinctCandidates, once
 from adalog.search.objective import ProductError
 from adalog.search.operand import Operand
 from adalog.search.strategies import fpcs
 
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+normal = partial(strategies.normal, dtype=torch.float32)
 
 
 def drawn(values: Tensor, count: int) -> Tensor:

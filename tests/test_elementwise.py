@@ -52,6 +52,22 @@ def parameters(shape, bits, seed):
     return scale.requires_grad_(), zero_point.requires_grad_()
 
 
+def around_thresholds(quantizer):
+    """Special values, levels, the thresholds between them, and the numbers next to these."""
+    levels = quantizer.levels()
+    middles = (levels[1:] + levels[:-1]) / 2
+    around = [torch.nextafter(middles, middles + sign) for sign in (-1, 1)]
+    return torch.cat([torch.tensor(SPECIAL), levels, middles, *around])
+
+
+def assert_same(first, second):
+    """To the bit, but for the bits of NaN."""
+    assert torch.equal(first.isnan(), second.isnan())
+    first, second = first.nan_to_num(), second.nan_to_num()
+    assert torch.equal(first, second)
+    assert torch.equal(first.signbit(), second.signbit())
+
+
 def both(run):
     """What a function returns with the library, and without."""
     compiled = run()
@@ -89,14 +105,8 @@ def test_training_is_that_of_pytorch(layout, bits, kind, mixed, seed):
 def test_special_values_are_those_of_pytorch(kind, bits):
     """So are values at the thresholds between codes, and next to them."""
     quantizer = KINDS[kind](torch.tensor(0.1), torch.tensor(1.0), bits)
-    levels = quantizer.levels()
-    middles = (levels[1:] + levels[:-1]) / 2
-    around = [torch.nextafter(middles, middles + sign) for sign in (-1, 1)]
-    values = torch.cat([torch.tensor(SPECIAL), levels, middles, *around, levels.square().sqrt()])
-    found, there = both(lambda: quantizer.fake_quantize(values))
-    assert torch.equal(found.isnan(), there.isnan())
-    assert torch.equal(found.nan_to_num(), there.nan_to_num())
-    assert torch.equal(found.nan_to_num().signbit(), there.nan_to_num().signbit())
+    values = torch.cat([around_thresholds(quantizer), quantizer.levels().square().sqrt()])
+    assert_same(*both(lambda: quantizer.fake_quantize(values)))
 
 
 STRIDES = {
@@ -138,23 +148,18 @@ class Quantized(nn.Module):
         return self.quantizer.fake_quantize(x)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop", "ignore:.*is deprecated", "ignore::torch.jit.TracerWarning"
+)
 def test_tensors_without_values_are_left_to_pytorch():
     """What stands for a tensor while PyTorch traces or maps a function has no memory to read."""
     quantizer, x = UniformQuantizer(torch.tensor(0.3), torch.tensor(3.0), 4), normal((3, 8, 40), 0)
-    wanted, module = quantizer.fake_quantize(x), Quantized(quantizer)
+    wanted, module, other = quantizer.fake_quantize(x), Quantized(quantizer), (normal((3, 8, 40), 1),)
     assert torch.equal(torch.func.vmap(quantizer.fake_quantize)(x), wanted)
-    exported = torch.export.export(module, (normal((3, 8, 40), 1),), strict=False)
-    assert torch.equal(exported.module()(x), wanted)
+    assert torch.equal(torch.export.export(module, other, strict=False).module()(x), wanted)
+    assert torch.equal(torch.jit.trace(module, other)(x), wanted)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert quantizer.fake_quantize(mode.from_tensor(x)).shape == x.shape
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated", "ignore::torch.jit.TracerWarning")
-def test_traced_functions_are_those_of_pytorch():
-    quantizer, x = UniformQuantizer(torch.tensor(0.3), torch.tensor(3.0), 4), normal((8, 40), 0)
-    traced = torch.jit.trace(Quantized(quantizer), (normal((8, 40), 1),))
-    assert torch.equal(traced(x), quantizer.fake_quantize(x))
 
 
 def test_gradients_of_gradients_are_those_of_pytorch():
@@ -178,9 +183,7 @@ def test_gradients_that_are_not_finite_are_those_of_pytorch():
         UniformQuantizer(torch.tensor(0.3), torch.tensor(3.0), 4).fake_quantize(x).backward(gradient)
         return x.grad
 
-    found, there = both(run)
-    assert torch.equal(found.isnan(), there.isnan())
-    assert torch.equal(found.nan_to_num(), there.nan_to_num())
+    assert_same(*both(run))
 
 
 def test_scales_of_the_wrong_groups_are_refused():
@@ -200,18 +203,15 @@ def test_a_library_without_clones_rounds_alike(tmp_path):
     subprocess.run([compiler, *flags, str(source), "-o", str(built)], check=True)
     alone = ctypes.CDLL(str(built))
     function = alone.adalog_nearest_uniform
-    function.argtypes, function.restype = elementwise._FAKE_QUANTIZATION["nearest_uniform"], None
+    function.argtypes, function.restype = elementwise.TYPES["nearest_uniform"], None
     ties = (torch.arange(-200, 200) / 2) * 0.25
     x = torch.cat([normal((9000,), 0), torch.tensor(SPECIAL), ties, 1e6 * normal((400,), 1)])
     scale, zero_point = torch.tensor(0.25), torch.tensor(7.0)
     found = torch.empty_like(x)
-    pointers = scale.data_ptr(), zero_point.data_ptr(), 15, found.data_ptr()
-    function(x.data_ptr(), 1, 1, x.numel(), *pointers)
-    wanted = elementwise.nearest_uniform(x, scale, zero_point, 4)
-    assert torch.equal(found.isnan(), wanted.isnan())
-    assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+    function(x, 1, 1, x.numel(), scale, zero_point, 15, found)
+    assert_same(found, elementwise.nearest_uniform(x, scale, zero_point, 4))
     in_turn = alone.adalog_codes_in_turn
-    in_turn.argtypes, in_turn.restype = elementwise._CORRECTION["codes_in_turn"], None
+    in_turn.argtypes, in_turn.restype = elementwise.TYPES["codes_in_turn"], None
     problem = block(2, 9, 40, True, 0)
     wanted = chosen(problem, elementwise.codes_in_turn)
     with pytest.MonkeyPatch.context() as patch:
@@ -224,9 +224,6 @@ def test_other_types_are_left_to_pytorch(dtype):
     x, one = torch.ones(4, 20, dtype=dtype), torch.tensor(1.0)
     assert elementwise.nearest_uniform(x, one, one, 4) is None
     assert UniformQuantizer(one, one, 4).fake_quantize(x).dtype == dtype
-
-
-# --- codes in turn ---------------------------------------------------------------------------------------------------
 
 
 def block(groups, rows, outputs, swept, seed, bits=3):
@@ -269,9 +266,7 @@ def test_special_values_in_turn_are_those_of_pytorch(swept):
     scale = torch.full((2, 1, len(special)), 0.5, dtype=torch.float64)
     problem = left, form, base, (scale, -torch.zeros_like(scale)), bits, rows
     for found, there in zip(chosen(problem, elementwise.codes_in_turn), chosen(problem, row_by_row), strict=True):
-        assert torch.equal(found.isnan(), there.isnan())
-        assert torch.equal(found.nan_to_num(), there.nan_to_num())
-        assert torch.equal(found.nan_to_num().signbit(), there.nan_to_num().signbit())
+        assert_same(found, there)
 
 
 def test_other_blocks_of_rows_are_left_to_pytorch():

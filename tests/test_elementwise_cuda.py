@@ -12,7 +12,7 @@ import torch
 from adalog.quantizers import UniformQuantizer, bounds_to_uniform, elementwise, fused, uniform
 from adalog.search import objective
 from adalog.search.objective import OwnError
-from test_elementwise import KINDS, SPECIAL, block, chosen, normal, parameters, row_by_row
+from test_elementwise import KINDS, SPECIAL, around_thresholds, block, chosen, normal, parameters, row_by_row
 
 triton = pytest.importorskip("triton")
 
@@ -179,10 +179,7 @@ def test_fake_quantization_is_that_of_pytorch(shape, own, whole):
 def test_logarithmic_fake_quantization_is_that_of_pytorch(kind, bits):
     """So are values at the thresholds between codes, and next to them."""
     quantizer = KINDS[kind](torch.tensor(0.1), torch.tensor(1.0), bits)
-    levels = quantizer.levels()
-    middles = (levels[1:] + levels[:-1]) / 2
-    around = [torch.nextafter(middles, middles + sign) for sign in (-1, 1)]
-    x = torch.cat([torch.tensor(SPECIAL), levels, middles, *around, normal((3000,), 0)])
+    x = torch.cat([around_thresholds(quantizer), normal((3000,), 0)])
 
     def run(x, scale):
         return replace(quantizer, scale=scale).fake_quantize(x)
@@ -196,19 +193,20 @@ def test_logarithmic_fake_quantization_is_that_of_pytorch(kind, bits):
 @pytest.mark.parametrize("shape", [(1, 64, 5), (3, 7, 1), (2, 20, 17), (1, 1, 1)])
 def test_codes_in_turn_are_those_of_pytorch(shape, swept):
     problem = block(*shape, swept, 0)
-    left, form, base, parameters, bits, rows = problem
-    there = left.to(DEVICE), form.to(DEVICE), None if base is None else base.to(DEVICE)
-    there = (*there, [value.to(DEVICE) for value in parameters], bits, rows)
-    results = chosen(there, elementwise.codes_in_turn if CUDA else launched)
+    *tensors, parameters, bits, rows = problem
+    left, form, base, scale, zero_point = (
+        None if value is None else value.to(DEVICE) for value in (*tensors, *parameters)
+    )
+    results = chosen(
+        (left, form, base, (scale, zero_point), bits, rows), elementwise.codes_in_turn if CUDA else launched
+    )
     assert all(map(torch.equal, (result.cpu() for result in results), chosen(problem, row_by_row)))
 
 
 def launched(left, form, base, parameters, bits, rows, codes):
-    """As `elementwise.codes_in_turn` launches the kernel on a device."""
-    from adalog.quantizers.elementwise_cuda import launch_codes_in_turn
+    """Choose the codes by the kernel itself, as `elementwise.codes_in_turn` does on a device."""
+    from adalog.quantizers import elementwise_cuda
 
-    span = slice(rows.start, rows.stop)
-    blocks = left[:, span], form[:, span, span], None if base is None else base[:, span]
-    moved = torch.empty_like(left[:, span]).contiguous()
-    launch_codes_in_turn(*blocks, *parameters, 2**bits - 1, codes[:, span], moved)
-    return moved
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(elementwise, "kernels", lambda *values, dtype: elementwise_cuda)
+        return elementwise.codes_in_turn(left, form, base, parameters, bits, rows, codes)

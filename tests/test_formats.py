@@ -100,7 +100,7 @@ def test_a_logarithmic_quantizer_has_one_base():
     assert LogFormat(4).of(points[:1]).q == 8
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@every_format
 def test_only_uniform_activations_have_parameters_by_groups(form):
     expected = (1,) if isinstance(form, (UniformFormat, LargestLevelFormat)) else form.own_dims
     assert form.by_groups((1,)).own_dims == expected

@@ -175,7 +175,7 @@ def test_kept_dimensions_apart_are_pytorch_s(way):
 def test_the_library_is_what_runs():
     """Otherwise the tests above compare PyTorch with itself."""
     assert len(elementwise._functions()) == 10
-    assert fused._function("sums", torch.float32, torch.zeros(1)) is not None
-    assert fused._function("sums", torch.float64, torch.zeros(1)) is None
-    assert fused._function("sums", torch.float32, torch.zeros(1, dtype=torch.float64)) is None
+    assert fused._compiled("sums", 1, torch.float32, torch.zeros(1))[1] is not None
+    assert fused._compiled("sums", 1, torch.float64, torch.zeros(1))[1] is None
+    assert fused._compiled("sums", 1, torch.float32, torch.zeros(1, dtype=torch.float64))[1] is None
     assert math.prod(elementwise.sizes_around((2, 3, 4), (1,))) == 24

@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from adalog.baselines import SplitUniformQuantizer, TwinUniformQuantizer
-from adalog.quantizers import (
-    LogQuantizer,
-    UniformQuantizer,
-    log_levels,
-    log_thresholds,
-)
+from adalog.quantizers import LogQuantizer, UniformQuantizer, log_levels, log_thresholds
 from adalog.study.levels import Panel, histogram, histogram_panels, level_figure, thresholds_of
 
 UNIFORM = UniformQuantizer(torch.tensor(0.25), torch.tensor(3.0), 3)
@@ -23,9 +18,8 @@ LOG2 = LogQuantizer(torch.tensor(0.75), 1, 1, 3, "saturate", "log", table=False)
 def ticks(axis, marker):
     """The x of every row of markers on an axis, top row first."""
     rows = [line for line in axis.lines if line.get_marker() == marker]
-    return [
-        line.get_xdata() for line in sorted(rows, key=lambda line: line.get_ydata()[0] if len(line.get_xdata()) else 0)
-    ]
+    rows.sort(key=lambda line: line.get_ydata()[0] if len(line.get_xdata()) else 0)
+    return [line.get_xdata() for line in rows]
 
 
 @pytest.mark.parametrize(
@@ -83,20 +77,14 @@ def test_levels_over_a_histogram():
 def test_levels_alone_come_with_thresholds():
     figure = level_figure([Panel("sites", {"a.$b$_c": LOG2, "d": UNIFORM})])
     linear, logarithmic = figure.axes
-    assert [row.tolist() for row in ticks(linear, ".")] == [
-        thresholds_of(LOG2).tolist(),
-        thresholds_of(UNIFORM).tolist(),
-    ]
+    assert [row.tolist() for row in ticks(linear, ".")] == [thresholds_of(each).tolist() for each in (LOG2, UNIFORM)]
     assert ticks(logarithmic, "|")[0].tolist() == LOG2.levels().tolist()
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["level", "threshold"]
 
 
 def test_panels_of_a_calibration(calibration, fast):
     panels = histogram_panels(calibration, {"mine": fast})
-    assert [panel.title for panel in panels] == [
-        "after softmax: blocks.1.attn.av",
-        "after GELU: blocks.1.mlp.fc2",
-    ]
+    assert [panel.title for panel in panels] == ["after softmax: blocks.1.attn.av", "after GELU: blocks.1.mlp.fc2"]
     (site,) = [site for site in calibration.sites if site.name == "blocks.1.mlp.fc2"]
     assert torch.equal(panels[1].values, calibration.operand(site.left))
     assert panels[1].lift == pytest.approx(0.16997, abs=1e-5)

@@ -51,16 +51,8 @@ def counted(loss):
     return wrapped, sizes
 
 
-def search_1d(search, loss, low, high, **options):
-    given_sizes = {"fpcs": {"init": (128,)}, "alternating": {"sizes": (128,)}, "brute_force": {"sizes": (128,)}}
-    return search(loss, low, high, **given_sizes[search.__name__], **options)
-
-
 SEARCHES = [fpcs, alternating, brute_force]
 every_search = pytest.mark.parametrize("search", SEARCHES, ids=lambda search: search.__name__)
-
-
-# --- the grid -------------------------------------------------------------------------------------------------
 
 
 def test_grid_is_the_product_of_uniform_lines():
@@ -73,9 +65,6 @@ def test_grid_is_the_product_of_uniform_lines():
 def test_grid_of_groups_has_each_group_its_own_box():
     low, high = torch.tensor([[0.0, 5.0]]), torch.tensor([[1.0, 9.0]])
     assert grid(low, high, (3,)).tolist() == [[[0.0, 5.0]], [[0.5, 7.0]], [[1.0, 9.0]]]
-
-
-# --- what all three share -------------------------------------------------------------------------------------
 
 
 @every_search
@@ -97,14 +86,6 @@ def test_groups_are_independent(search):
         alone, loss = search(bowl(target[:, i]), low[:, i], high[:, i])
         assert torch.equal(together[:, i], alone)
         assert losses[i] == loss
-
-
-@every_search
-def test_the_result_is_deterministic(search):
-    low, high = box((-1, 1), (0, 2), groups=(4,))
-    first, second = (search(white(1), low, high) for _ in range(2))
-    assert torch.equal(first[0], second[0])
-    assert torch.equal(first[1], second[1])
 
 
 @every_search
@@ -143,7 +124,7 @@ def test_the_first_of_equal_losses_wins(search):
 def test_one_hyperparameter(search):
     low, high = box((-1, 3), groups=(2,))
     target = torch.tensor([[0.7, 2.9]], dtype=torch.float64)
-    best, _ = search_1d(search, bowl(target), low, high)
+    best, _ = search(bowl(target), low, high, **{"init" if search is fpcs else "sizes": (128,)})
     assert best.shape == (1, 2)
     assert (best - target).abs().max() <= 4 / 127 / 2
 
@@ -159,9 +140,6 @@ def test_a_box_without_extent(search):
 def test_float32_boxes_give_float32_points(search):
     low, high = (corner.float() for corner in box((-1, 1), (0, 2)))
     assert search(rough_sea, low, high)[0].dtype == torch.float32
-
-
-# --- FPCS -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 4, 6])
@@ -214,12 +192,10 @@ def test_fpcs_never_loses_a_parent():
 @pytest.mark.parametrize(("init", "lines"), [((16, 8), [(0, 1), (0, 1)]), ((128,), [(0, 1)])], ids=["2", "1"])
 def test_fpcs_evaluates_128_candidates_a_step(init, lines):
     low, high = box(*lines)
-    loss, sizes = counted(rough_sea)
-    fpcs(loss, low, high, init=init, steps=4)
-    assert sizes == [128] * 5
-    loss, sizes = counted(rough_sea)
-    fpcs(loss, low, high, init=init, steps=4, incumbent=low)
-    assert sizes == [128] * 5 + [1]
+    for incumbent, last in ((None, []), (low, [1])):
+        loss, sizes = counted(rough_sea)
+        fpcs(loss, low, high, init=init, steps=4, incumbent=incumbent)
+        assert sizes == [128] * 5 + last
 
 
 def test_fpcs_keeps_no_more_than_there_are():
@@ -296,9 +272,6 @@ def test_without_steps_survivors_of_the_grid_are_judged(keep):
     assert least == walked[1] == -rough_sea(best[None])[0]
 
 
-# --- the walk ------------------------------------------------------------------------------------------------------
-
-
 @given(seeds, st.sampled_from([1, 2]), st.sampled_from([(), (5,), (2, 3)]))
 def test_a_walk_never_ends_at_a_worse_point(seed, count, groups):
     point, loss = normal(count, *groups, seed=seed), white(seed % 1000)
@@ -311,12 +284,14 @@ def test_a_walk_never_ends_at_a_worse_point(seed, count, groups):
     assert torch.equal(best[:, same], point[:, same])  # it moves for a lower loss only
 
 
+@pytest.mark.parametrize(("count", "reach"), [(2, 15), (1, 60)])
 @given(seeds)
-def test_a_walk_reaches_the_lowest_point_of_a_bowl_around(seed):
-    """From up to 15 spacings away in each of two dimensions, to half a spacing; each group for itself."""
-    spacing = torch.rand(2, 50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.01
-    away = (torch.rand(2, 50, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64) - 0.5) * 30
-    point = normal(2, 50, seed=seed)
+def test_a_walk_reaches_the_lowest_point_of_a_bowl_around(count, reach, seed):
+    """From up to so many spacings away in each dimension, to half a spacing; each group for itself."""
+    generator = torch.Generator().manual_seed(seed)
+    spacing, away = torch.rand(2, count, 50, generator=generator, dtype=torch.float64)
+    spacing, away = spacing + 0.01, (2 * away - 1) * reach
+    point = normal(count, 50, seed=seed)
     best, _ = walk(bowl(point + away * spacing), point, spacing)
     assert ((best - point) / spacing - away).abs().max() <= 0.5 + 1e-9
 
@@ -332,14 +307,6 @@ def test_a_walk_down_a_tilted_bowl_ends_within_a_spacing(seed, tilt):
 
     best, _ = walk(loss, torch.zeros(2, 50, dtype=torch.float64), spacing.expand(2, 50))
     assert (best / spacing - away).abs().max() <= 1
-
-
-@given(seeds)
-def test_a_walk_in_one_dimension_reaches_farther(seed):
-    """Neighbours -4 ... 4: from 60 spacings away."""
-    away = (torch.rand(1, 50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 0.5) * 120
-    best, _ = walk(bowl(away * 0.1), torch.zeros(1, 50, dtype=torch.float64), torch.tensor([[0.1]]).double())
-    assert (best / 0.1 - away).abs().max() <= 0.5 + 1e-9
 
 
 def test_a_walk_takes_four_moves():
@@ -359,9 +326,6 @@ def test_spacing_is_that_of_the_grid(sizes):
             torch.testing.assert_close(values.diff(), spacing[axis, 0].expand(size - 1))
 
 
-# --- the searches it is compared with -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("groups", [(), (3,)], ids=str)
 def test_brute_force_finds_the_best_point_of_the_grid(groups):
     low, high = box((-1, 1), (0, 2), groups=groups)
@@ -369,13 +333,11 @@ def test_brute_force_finds_the_best_point_of_the_grid(groups):
     loss, counts = counted(rough_sea)
     best, least = brute_force(loss, low, high, sizes=sizes)
     points = grid(low, high, sizes)
-    losses = rough_sea(points)
-    assert torch.equal(least, losses.min(0).values)
+    least_of_grid, index = rough_sea(points).min(0)
+    assert torch.equal(least, least_of_grid)
+    assert torch.equal(best, points.gather(0, index.expand(1, 2, *groups))[0])
     assert sum(counts) == 23 * 17
     assert max(counts) <= 128
-    flat = points.flatten(2) if groups else points[..., None]
-    chosen = flat[losses.view(len(points), -1).argmin(0), :, torch.arange(flat.shape[2])]
-    assert torch.equal(chosen.T.reshape(best.shape), best)
 
 
 def test_alternating_takes_one_line_of_each_hyperparameter():
@@ -385,8 +347,7 @@ def test_alternating_takes_one_line_of_each_hyperparameter():
     best, _ = alternating(loss, low, high, sizes=(64, 32))
     assert sorted(sizes)[-2:] == [32, 64]
     assert sum(sizes) <= 64 + 32 + 3  # O(n + m), and points in hand
-    assert abs(float(best[0]) - 0.3) <= 2 / 63 / 2
-    assert abs(float(best[1]) - 1.1) <= 2 / 31 / 2
+    assert bool(((best - target).abs() <= torch.tensor([1 / 63, 1 / 31])).all())
 
 
 def test_alternating_gets_better_with_rounds_and_can_be_trapped():

@@ -52,9 +52,7 @@ class QuantizedTensor:
 
 @dataclass(frozen=True)
 class Fold:
-    """The reparameterization of a LayerNorm (RepQ-ViT, Sec. 3.3).
-
-    The norm outputs x / ratio - beta instead of x, and its linears undo that, so their outputs do not change.
+    """The reparameterization of a LayerNorm (RepQ-ViT, Sec. 3.3): it outputs x / ratio - beta, which its linears undo.
 
     ratio, beta: (C,) each.
     """
@@ -64,10 +62,9 @@ class Fold:
 
     @staticmethod
     def sharing(scale: Tensor, zero_point: Tensor, *, rounds: bool = True) -> Fold:
-        """Return the fold with which one shared quantizer gives the same codes as one quantizer per channel (RepQ-ViT).
+        """Return the fold with which one shared quantizer gives the codes of one quantizer per channel (RepQ-ViT).
 
-        The shared quantizer has s = mean(scale) and z = mean(zero_point): x / ratio - beta = s (x / scale + zero_point
-        - z).
+        With s = mean(scale) and z = mean(zero_point), x / ratio - beta = s (x / scale + zero_point - z).
 
         scale, zero_point: (C,), the parameters of the per-channel quantizers.
         rounds: round z before it is used, as AdaLog does and RepQ-ViT does not.

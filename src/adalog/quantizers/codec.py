@@ -46,9 +46,8 @@ def encode_quantizer(quantizer: Quantizer) -> dict[str, Any]:
 
 
 def decode_quantizer(name: str, record: Mapping[str, Any]) -> Quantizer:
-    """Return the quantizer that `encode_quantizer` encoded.
+    """Return the quantizer of this name that `encode_quantizer` encoded.
 
-    name: the quantizer's name, for messages.
     Raises ArtifactError if the fields do not describe a quantizer.
     """
     bits, dtype = record["bits"], record.get("dtype", "float32")
@@ -113,18 +112,18 @@ def check_weight(name: str, weight: QuantizedTensor) -> QuantizedTensor:
 
 
 def kind_of(what: str, kind: Any) -> type[Quantizer]:
-    """Return the quantizer class that has this name in files, of all classes that are imported.
+    """Return the imported quantizer class that has this name in files.
 
     what: the thing that has this kind, for messages.
     Raises ArtifactError if no class has this name.
     """
-    matches = [candidate for candidate in _subclasses(Quantizer) if getattr(candidate, "kind", None) == kind]
+
+    def subclasses(base: type[Any]) -> Iterator[type[Quantizer]]:
+        for subclass in base.__subclasses__():
+            yield subclass
+            yield from subclasses(subclass)
+
+    matches = [candidate for candidate in subclasses(Quantizer) if getattr(candidate, "kind", None) == kind]
     if kind is None or not matches:
         raise ArtifactError(f"{what} is of the unknown kind {kind!r}")
     return matches[-1]
-
-
-def _subclasses(base: type[Any]) -> Iterator[type[Quantizer]]:
-    for subclass in base.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)

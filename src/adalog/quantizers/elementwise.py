@@ -2,9 +2,8 @@
 
 Each function returns None if the library cannot compute it: without a library, for other dtypes and devices, and for
 parameters that vary from one value to the next. The caller then uses PyTorch, which takes several passes. The values
-are the same to the bit, but sums are added in another order. The library does not check the sizes that it gets.
-On CUDA devices, kernels of Triton take the place of the library's functions for searches and corrections
-(`elementwise_cuda.py`).
+are the same to the bit, but sums are added in another order. The library does not check the sizes that it gets. On CUDA
+devices, kernels of Triton take its place (`elementwise_cuda.py`).
 """
 
 import ctypes
@@ -18,21 +17,29 @@ from torch import Tensor, nn
 
 from adalog import library
 
+
+class _Pointer:
+    """The type of a C function's argument for which Python code passes a tensor, or None."""
+
+    @staticmethod
+    def from_param(values: Tensor | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(None if values is None else values.data_ptr())
+
+
 KINDS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
-_POINTER, _SIZE, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
+_SIZE, _FLOAT, _INT = ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 _THREE = (_SIZE,) * 3  # the sizes that `sizes_around` returns
-_FAKE_QUANTIZATION = {
-    "nearest_uniform": (_POINTER, *_THREE, _POINTER, _POINTER, _FLOAT, _POINTER),
-    "nearest_log": (_POINTER, _SIZE, *(_FLOAT,) * 4, _INT, _INT, _POINTER, _POINTER, _POINTER),
-    "straight_through": (*(_POINTER,) * 3, *_THREE, _POINTER, _POINTER, _FLOAT, ctypes.c_int, _POINTER, _POINTER),
-}
 _SEARCH = {  # one function for each dtype in KINDS
-    "uniform_errors": (_POINTER, *_THREE, _SIZE, _POINTER, _POINTER, _FLOAT, _SIZE, _POINTER),
-    "table_errors": (_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE, _POINTER),
-    "sums": (_POINTER, _POINTER, _POINTER, *_THREE, _SIZE, _SIZE, _POINTER),
+    "uniform_errors": (_Pointer, *_THREE, _SIZE, _Pointer, _Pointer, _FLOAT, _SIZE, _Pointer),
+    "table_errors": (_Pointer, _Pointer, _SIZE, _SIZE, _Pointer, _SIZE, _SIZE, _Pointer),
+    "sums": (_Pointer, _Pointer, _Pointer, *_THREE, _SIZE, _SIZE, _Pointer),
 }
-_CORRECTION = {
-    "codes_in_turn": (*(_POINTER,) * 5, ctypes.c_double, *_THREE, *(_SIZE,) * 4, _POINTER, _POINTER),
+TYPES = {
+    "nearest_uniform": (_Pointer, *_THREE, _Pointer, _Pointer, _FLOAT, _Pointer),
+    "nearest_log": (_Pointer, _SIZE, *(_FLOAT,) * 4, _INT, _INT, *(_Pointer,) * 3),
+    "straight_through": (*(_Pointer,) * 3, *_THREE, _Pointer, _Pointer, _FLOAT, ctypes.c_int, _Pointer, _Pointer),
+    "codes_in_turn": (*(_Pointer,) * 5, ctypes.c_double, *_THREE, *(_SIZE,) * 4, _Pointer, _Pointer),
+    **{f"{name}_{kind}": types for name, types in _SEARCH.items() for kind in KINDS.values()},
 }
 _MOST_ROWS = 64  # whose codes are chosen in one call
 MOST_ELEMENTS = 2**31  # that the kernels of Triton can number
@@ -45,21 +52,18 @@ def _functions() -> dict[str, Callable[..., None]]:
     library_here, _ = library.load()
     if library_here is None:
         return {}
-    searching = {f"{name}_{kind}": types for name, types in _SEARCH.items() for kind in KINDS.values()}
     functions = {}
-    for name, types in {**_FAKE_QUANTIZATION, **_CORRECTION, **searching}.items():
+    for name, types in TYPES.items():
         functions[name] = getattr(library_here, f"adalog_{name}")
         functions[name].argtypes, functions[name].restype = types, None
     return functions
 
 
 def c_function(name: str, *values: Tensor, dtype: torch.dtype = torch.float32) -> Callable[..., None] | None:
-    """Return the library's function of this name, or None if it cannot take these values.
-
-    It takes tensors of one dtype in CPU memory, but not the placeholders that PyTorch uses while it traces or maps a
-    function.
-    """
-    fits = are_values(*values) and all(_in_memory(value, dtype) for value in values)
+    """Return the library's function of this name, or None if not all values are of this dtype in CPU memory."""
+    fits = are_values(*values) and all(
+        value.device.type == "cpu" and value.dtype == dtype and not value.is_neg() for value in values
+    )
     return _functions().get(name) if fits else None
 
 
@@ -71,10 +75,6 @@ def are_values(*tensors: Tensor) -> bool:
     return all(type(value) in (Tensor, nn.Parameter) and not wrapped(value) for value in tensors)
 
 
-def _in_memory(value: Tensor, dtype: torch.dtype) -> bool:
-    return value.device.type == "cpu" and value.dtype == dtype and not value.is_neg()
-
-
 def sizes_around(shape: Sequence[int], own_dims: Sequence[int]) -> tuple[int, int, int] | None:
     """Return the number of elements before, in and after these dimensions, or None if they are not adjacent."""
     first, end = (own_dims[0], own_dims[-1] + 1) if own_dims else (0, 0)
@@ -83,18 +83,11 @@ def sizes_around(shape: Sequence[int], own_dims: Sequence[int]) -> tuple[int, in
     return math.prod(shape[:first]), math.prod(shape[first:end]), math.prod(shape[end:])
 
 
-def _call_for(name: str, x: Tensor, *parameters: Tensor) -> tuple[Callable[..., None], tuple[int, int, int]] | None:
-    """Return the library's function and the sizes for parameters that broadcast against x, or None if there is none.
-
-    All parameters must have the same shape. x must be contiguous, unless one parameter serves all values: then x may
-    have any layout without gaps.
-    """
-    call, sizes = c_function(name, x, *parameters), _sizes_for(x, parameters)
-    return None if call is None or sizes is None else (call, sizes)
-
-
 def _sizes_for(x: Tensor, parameters: Sequence[Tensor]) -> tuple[int, int, int] | None:
-    """Return the sizes of x around the dimensions in which the parameters vary, or None if these do not fit."""
+    """Return the sizes of x around the dimensions in which parameters that broadcast against it vary.
+
+    None if the parameters differ in shape, or if they vary and x is not contiguous.
+    """
     shape = parameters[0].shape
     if any(parameter.shape != shape for parameter in parameters) or len(shape) > x.ndim:
         return None
@@ -108,22 +101,20 @@ def _sizes_for(x: Tensor, parameters: Sequence[Tensor]) -> tuple[int, int, int] 
 
 def nearest_uniform(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor | None:
     """Return the same values as `uniform_fake_quantize`, in the layout of x."""
-    module = kernels(x, scale, zero_point)
-    if module is not None:
-        sizes = _sizes_for(x, (scale, zero_point))
-        if sizes is None or not x.is_contiguous() or not x.numel():
-            return None
-        result = torch.empty_like(x)
-        module.nearest_uniform(x, scale.contiguous(), zero_point.contiguous(), 2**bits - 1, sizes, result)
-        return result
-    taken = _call_for("nearest_uniform", x, scale, zero_point)
-    if taken is None:
+    module, call = kernels(x, scale, zero_point), c_function("nearest_uniform", x, scale, zero_point)
+    sizes = _sizes_for(x, (scale, zero_point))
+    if (module is None and call is None) or sizes is None:
         return None
-    (call, sizes), result = taken, torch.empty_like(x)
+    if module is not None and not (x.is_contiguous() and x.numel()):
+        return None
+    result = torch.empty_like(x)
     if result.stride() != x.stride() and not x.is_contiguous():  # x has gaps in memory
         return None
     scale, zero_point = scale.contiguous(), zero_point.contiguous()
-    call(x.data_ptr(), *sizes, scale.data_ptr(), zero_point.data_ptr(), 2**bits - 1, result.data_ptr())
+    if module is not None:
+        module.nearest_uniform(x, scale, zero_point, 2**bits - 1, sizes, result)
+    elif call is not None:
+        call(x, *sizes, scale, zero_point, 2**bits - 1, result)
     return result
 
 
@@ -136,17 +127,17 @@ def nearest_log(
     places: the number of trailing bits of such a value that its bin number leaves out, and the number of the first bin.
     tables: the threshold in each bin, and the levels above and below it, bin by bin; contiguous.
     """
-    module = kernels(x, scale, *tables) if scale.numel() == 1 and x.numel() else None
-    if module is not None:
-        result = torch.empty_like(x, memory_format=torch.contiguous_format)
-        module.nearest_log(x.contiguous(), offset, scale, span, places, *tables, result)
-        return result
-    call = _call_for("nearest_log", x, scale) if scale.numel() == 1 and c_function("nearest_log", *tables) else None
-    if call is None:
+    if scale.numel() != 1 or scale.ndim > x.ndim:
+        return None
+    module, call = kernels(x, scale, *tables) if x.numel() else None, c_function("nearest_log", x, scale, *tables)
+    if module is None and call is None:
         return None
     x = x.contiguous()
-    result, (ends, levels) = torch.empty_like(x), (table.data_ptr() for table in tables)
-    call[0](x.data_ptr(), x.numel(), offset, scale.item(), *span, *places, ends, levels, result.data_ptr())
+    result = torch.empty_like(x)
+    if module is not None:
+        module.nearest_log(x, offset, scale, span, places, *tables, result)
+    elif call is not None:
+        call(x, x.numel(), offset, scale.item(), *span, *places, *tables, result)
     return result
 
 
@@ -155,20 +146,19 @@ def straight_through(
 ) -> tuple[Tensor, list[Tensor]] | None:
     """Return the gradient of x, contiguous, and the gradients of the trained parameters low, high and step.
 
-    They are the gradients of c + s e: c is x clipped to [low, high], and e = (hat - above - c) / s is held constant.
-    The result has no gradients of its own, so the function returns None while gradients are enabled.
+    They are those of `Quantizer.fake_quantize`. The result has no gradients of its own, so it is None while gradients
+    are enabled.
 
-    mixed: c is x wherever hat equals x + above.
+    above, mixed: as in `_QuantizedStraightThrough`.
     """
-    taken = _call_for("straight_through", x, *trained) if c_function("straight_through", gradient, hat) else None
-    if taken is None or torch.is_grad_enabled():
+    call, sizes = c_function("straight_through", gradient, x, hat, *trained), _sizes_for(x, trained)
+    if call is None or sizes is None or torch.is_grad_enabled():
         return None
     low, high, step = trained
-    values, ends = ([value.contiguous() for value in group] for group in ((gradient, x, hat), (low, high)))
-    (call, sizes), result = taken, torch.empty_like(values[1])
+    gradient, x, hat = (value.contiguous() for value in (gradient, x, hat))
+    result = torch.empty_like(x)
     sums = torch.zeros(low.numel(), 3, dtype=torch.float64, device=x.device)
-    sources, between, results = ([value.data_ptr() for value in group] for group in (values, ends, [result, sums]))
-    call(*sources, *sizes, *between, above, mixed, *results)
+    call(gradient, x, hat, *sizes, low.contiguous(), high.contiguous(), above, mixed, result, sums)
     by_low, by_high, by_step = (total.reshape(low.shape).to(low.dtype) for total in sums.unbind(1))
     return result, [by_low, by_high, by_step / step]
 
@@ -191,22 +181,18 @@ def codes_in_turn(
     fit = fit and all(value.dtype == torch.float64 and value.is_contiguous() for value in wholes)
     if not fit or len(rows) > _MOST_ROWS:
         return None
+    module = kernels(*wholes, form, dtype=torch.float64)
+    call = c_function("codes_in_turn", *wholes, form, dtype=torch.float64)
+    if module is None and call is None:
+        return None
     span = slice(rows.start, rows.stop)
     blocks = left[:, span], form[:, span, span], None if base is None else base[:, span]
     moved = torch.empty((groups, len(rows), outputs), dtype=left.dtype, device=left.device)
-    if left.device.type == "cuda":
-        module = kernels(*wholes, form, dtype=torch.float64)
-        if module is None:
-            return None
-        with torch.cuda.device(left.device):
-            module.launch_codes_in_turn(*blocks, *parameters, 2**bits - 1, codes[:, span], moved)
-        return moved
-    call = c_function("codes_in_turn", *wholes, form, dtype=torch.float64)
-    if call is None:
-        return None
-    addresses = [None if block is None else block.data_ptr() for block in (*blocks, *parameters)]
-    sizes = groups, len(rows), outputs, left.shape[1] * outputs, *form.stride()
-    call(*addresses, 2**bits - 1, *sizes, codes[:, span].data_ptr(), moved.data_ptr())
+    if module is not None:
+        module.launch_codes_in_turn(*blocks, *parameters, 2**bits - 1, codes[:, span], moved)
+    elif call is not None:
+        sizes = groups, len(rows), outputs, left.shape[1] * outputs, *form.stride()
+        call(*blocks, *parameters, 2**bits - 1, *sizes, codes[:, span], moved)
     return moved
 
 

@@ -8,46 +8,45 @@ even, so that codes and errors are the same from the same numbers. Sums are adde
 No function waits for the device. All tensors have fewer than 2**31 elements.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS = 64  # held in registers
-_WIDTH = 8  # outputs per program: with few of them there are many programs, each of one warp
-_WHOLE = 1.5 * 2.0**52  # added to a float64 of moderate size, it rounds to whole numbers, halves to even
-_MODERATE = 2.0**22  # beyond all codes
-_WHOLE_FLOAT, _MODERATE_FLOAT = 1.5 * 2.0**23, 2.0**20  # the same for float32
-_BLOCK = 1024  # elements that a program computes at a time
-_CANDIDATES = 8  # for which a program reads each value once
-_CHUNK = 4 * _BLOCK  # elements that a program adds up at most
-_LEVELS = 256  # of one or several candidates, in a program
+_ROWS = tl.constexpr(64)  # held in registers
+_WIDTH = tl.constexpr(8)  # outputs per program: with few of them there are many programs, each of one warp
+_WHOLE = tl.constexpr(1.5 * 2.0**52)  # added to a float64 of moderate size, it rounds to whole numbers, halves to even
+_MODERATE = tl.constexpr(2.0**22)  # beyond all codes
+_WHOLE_FLOAT, _MODERATE_FLOAT = tl.constexpr(1.5 * 2.0**23), tl.constexpr(2.0**20)  # the same for float32
+_BLOCK = tl.constexpr(1024)  # elements that a program computes at a time
+_FEW = tl.constexpr(256)  # the same for kernels with few elements, and the levels of all candidates in a program
+_CANDIDATES = tl.constexpr(8)  # for which a program reads each value once
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: int) -> None:
+    """Launch a kernel on the device of its first argument."""
+    with torch.cuda.device_of(arguments[0]):
+        kernel[grid](*arguments, **{"num_warps": 4, "enable_fp_fusion": False, **constants})
 
 
 def launch_codes_in_turn(
-    left: Tensor,
-    form: Tensor,
-    base: Tensor | None,
-    scale: Tensor,
-    zero_point: Tensor,
-    top: int,
-    codes: Tensor,
-    moved: Tensor,
+    left: Tensor, form: Tensor, base: Tensor | None, scale: Tensor, zero_point: Tensor, top: int, *results: Tensor
 ) -> None:
-    """Launch the kernel that fills `codes` and `moved`; it does not wait for the device.
+    """Launch the kernel that fills the results `codes` and `moved`.
 
     left, base, codes: (G, n, O) with n <= 64, blocks of contiguous (G, K, O). form: (G, n, n), any strides. scale,
     zero_point: (G, 1, O), contiguous. moved: (G, n, O), contiguous. All are float64; `elementwise.codes_in_turn`
     describes the values.
     """
     groups, rows, outputs = left.shape
-    grid = (triton.cdiv(outputs, _WIDTH), groups)
-    strides = (left.stride(0), *form.stride())
-    tensors = (left, form, base, scale, zero_point, codes, moved)
-    sizes = (_ROWS, _WIDTH, _WHOLE, _MODERATE)
-    _codes_in_turn[grid](*tensors, float(top), rows, outputs, *strides, *sizes, num_warps=1, enable_fp_fusion=False)
+    numbers = (float(top), rows, outputs, left.stride(0), *form.stride())
+    grid = (triton.cdiv(outputs, _WIDTH.value), groups)
+    _launch(_codes_in_turn, grid, left, form, base, scale, zero_point, *results, *numbers, num_warps=1)
 
 
 def uniform_errors(
@@ -61,14 +60,7 @@ def uniform_errors(
     """
     count, total = len(scale), values.numel()
     numbers = (float(top), count, total, *sizes[1:], matrix)
-    grid = (triton.cdiv(total, _BLOCK), triton.cdiv(count, _CANDIDATES))
-    with torch.cuda.device_of(values):
-        _uniform_errors[grid](
-            *(values, scale, zero_point, result, *numbers),
-            *(_BLOCK, _CANDIDATES, _WHOLE_FLOAT, _MODERATE_FLOAT),
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+    _launch(_uniform_errors, _grid(total, count), values, scale, zero_point, result, *numbers)
 
 
 def nearest_uniform(
@@ -79,35 +71,19 @@ def nearest_uniform(
     values, result: float32, contiguous. scale, zero_point: float32, contiguous, one number for each of the dimensions
     that have parameters of their own. sizes: as in `uniform_errors`.
     """
-    numbers = (float(top), values.numel(), *sizes[1:])
-    with torch.cuda.device_of(values):
-        _nearest_uniform[(triton.cdiv(values.numel(), _BLOCK),)](
-            *(values, scale, zero_point, result, *numbers),
-            *(_BLOCK, _WHOLE_FLOAT, _MODERATE_FLOAT),
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+    total = values.numel()
+    _launch(_nearest_uniform, _grid(total), values, scale, zero_point, result, float(top), total, *sizes[1:])
 
 
 def nearest_log(
-    values: Tensor,
-    offset: float,
-    scale: Tensor,
-    span: tuple[float, float],
-    places: tuple[int, int],
-    ends: Tensor,
-    levels: Tensor,
-    result: Tensor,
+    values: Tensor, offset: float, scale: Tensor, span: Sequence[float], places: Sequence[int], *tables: Tensor
 ) -> None:
-    """Fill `result` with the nearest level of each value, for a logarithmic quantizer with one scale.
+    """Fill the last table with the nearest level of each value, for a logarithmic quantizer with one scale.
 
-    values, result, ends, levels: float32, contiguous. The arguments are those of `elementwise.nearest_log`.
+    The other arguments are those of `elementwise.nearest_log`. All tensors are float32 and contiguous.
     """
-    numbers = (offset, *span, *places, values.numel())
-    with torch.cuda.device_of(values):
-        _nearest_log[(triton.cdiv(values.numel(), _BLOCK),)](
-            *(values, scale, ends, levels, result, *numbers), _BLOCK, num_warps=4, enable_fp_fusion=False
-        )
+    total = values.numel()
+    _launch(_nearest_log, _grid(total), values, scale, *tables, offset, *span, *places, total)
 
 
 def table_errors(values: Tensor, bins: Tensor, tables: Tensor, matrix: int, result: Tensor) -> None:
@@ -116,14 +92,7 @@ def table_errors(values: Tensor, bins: Tensor, tables: Tensor, matrix: int, resu
     values, tables: float32, contiguous. bins: int32, contiguous, one per value. matrix: as in `uniform_errors`.
     """
     (count, width), total = tables.shape, values.numel()
-    grid = (triton.cdiv(total, _BLOCK), triton.cdiv(count, _CANDIDATES))
-    with torch.cuda.device_of(values):
-        _table_errors[grid](
-            *(values, bins, tables, result, count, width, total, matrix),
-            *(_BLOCK, _CANDIDATES),
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+    _launch(_table_errors, _grid(total, count), values, bins, tables, result, count, width, total, matrix)
 
 
 def sums(product: Tensor, base: Tensor, error: Tensor | None, sizes: Sequence[int], matrix: int, count: int) -> Tensor:
@@ -133,13 +102,12 @@ def sums(product: Tensor, base: Tensor, error: Tensor | None, sizes: Sequence[in
     float32, contiguous. sizes, matrix: as in `uniform_errors`, but of the base.
     """
     before, own, after = sizes
-    block = _BLOCK if after > _BLOCK // 4 else _BLOCK // 4
-    chunk = min(_CHUNK, triton.cdiv(after, block) * block)
+    block = _BLOCK.value if after > _FEW.value else _FEW.value
+    chunk = min(4 * _BLOCK.value, triton.cdiv(after, block) * block)  # elements that a program adds up
     parts = triton.cdiv(after, chunk)
     result = torch.empty(count, own, before * parts, dtype=torch.float32, device=base.device)
     numbers = (count, before, own, after, matrix, parts, chunk)
-    with torch.cuda.device_of(base):
-        _sums[(result.numel(),)](product, base, error, result, *numbers, block, num_warps=4, enable_fp_fusion=False)
+    _launch(_sums, (result.numel(),), product, base, error, result, *numbers, block=block)
     return result.sum(2) if before * parts > 1 else result[..., 0]
 
 
@@ -149,18 +117,14 @@ def own_errors(ordered: Tensor, sums: Tensor, squares: Tensor, levels: Tensor, t
     ordered: (G, T), ascending in each row. sums, squares: (G, T + 1), the sums of the first values, and of their
     squares. levels, thresholds: (K, G, L) and (K, G, L - 1), ascending. All are float64 and contiguous.
     """
-    count, groups, size = levels.shape
+    (count, groups, size), length = levels.shape, ordered.shape[1]
     padded = triton.next_power_of_2(size)
-    together, length = max(1, _LEVELS // padded), ordered.shape[1]
+    together = max(1, _FEW.value // padded)
     result = torch.empty(count, groups, dtype=torch.float64, device=levels.device)
+    tensors = (ordered, sums, squares, levels, thresholds, result)
     numbers = (count * groups, groups, length, size, length.bit_length())
-    with torch.cuda.device_of(levels):
-        _own_errors[(triton.cdiv(count * groups, together),)](
-            *(ordered, sums, squares, levels, thresholds, result, *numbers),
-            *(together, padded),
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+    grid = (triton.cdiv(count * groups, together),)
+    _launch(_own_errors, grid, *tensors, *numbers, together=together, padded=padded)
     return result
 
 
@@ -171,55 +135,37 @@ def uniform_of_bounds(lower: Tensor, upper: Tensor, top: int, least: float) -> t
     """
     scale, zero_point = (torch.empty(lower.shape, dtype=lower.dtype, device=lower.device) for _ in range(2))
     numbers = (float(top), least, lower.numel(), lower.shape[1], lower.stride(0), upper.stride(0))
-    with torch.cuda.device_of(lower):
-        _uniform_of_bounds[(triton.cdiv(lower.numel(), _BLOCK // 4),)](
-            *(lower, upper, scale, zero_point, *numbers),
-            *(_BLOCK // 4, _WHOLE_FLOAT),
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+    _launch(_uniform_of_bounds, (triton.cdiv(lower.numel(), _FEW.value),), lower, upper, scale, zero_point, *numbers)
     return scale, zero_point
+
+
+def _grid(total: int, candidates: int = 1) -> tuple[int, int]:
+    """Return the numbers of programs for this many values and candidates."""
+    return triton.cdiv(total, _BLOCK.value), triton.cdiv(candidates, _CANDIDATES.value)
 
 
 # Limits numbers, and passes NaN on.
 @triton.jit
-def _limited(number, least, most):  # type: ignore[no-untyped-def]
+def _limited(number, least, most):
     number = tl.where(number < least, least, number)
     return tl.where(number > most, most, number)
 
 
 # Rounds to whole numbers, halves to even. The sum with `whole` has no room for a fraction.
-@triton.jit  # type: ignore[untyped-decorator]
-def _rounded(number, whole: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _rounded(number, whole: tl.constexpr):
     return (number + whole) - whole
 
 
 # Sizes and strides are not specialised, so that one compiled kernel serves all weights.
-@triton.jit(do_not_specialize=("top", "rows", "outputs", "stride", "form_group", "form_row", "form_column"))  # type: ignore[untyped-decorator]
-def _codes_in_turn(  # type: ignore[no-untyped-def]
-    left,
-    form,
-    base,
-    scale,
-    zero_point,
-    codes,
-    moved,
-    top,
-    rows,
-    outputs,
-    stride,
-    form_group,
-    form_row,
-    form_column,
-    most_rows: tl.constexpr,
-    width: tl.constexpr,
-    whole: tl.constexpr,
-    moderate: tl.constexpr,
+@triton.jit(do_not_specialize=("top", "rows", "outputs", "stride", "form_group", "form_row", "form_column"))
+def _codes_in_turn(
+    left, form, base, scale, zero_point, codes, moved, top, rows, outputs, stride, form_group, form_row, form_column
 ):
     group = tl.program_id(1).to(tl.int64)
-    output = tl.program_id(0) * width + tl.arange(0, width)
+    output = tl.program_id(0) * _WIDTH + tl.arange(0, _WIDTH)
     inside = output < outputs
-    row = tl.arange(0, most_rows)
+    row = tl.arange(0, _ROWS)
     step = tl.load(scale + group * outputs + output, mask=inside, other=1.0)
     zero = tl.load(zero_point + group * outputs + output, mask=inside, other=0.0)
     held = (row[:, None] < rows) & inside[None, :]
@@ -233,7 +179,7 @@ def _codes_in_turn(  # type: ignore[no-untyped-def]
         if base is not None:
             now = tl.load(base + at, mask=inside, other=0.0)
             value = now + value / own
-        code = _rounded(_limited(value / step, -moderate, moderate), whole) + zero
+        code = _rounded(_limited(value / step, -_MODERATE, _MODERATE), _WHOLE) + zero
         code = _limited(code, 0.0, top)
         level = (code - zero) * step
         if base is not None:
@@ -245,84 +191,44 @@ def _codes_in_turn(  # type: ignore[no-untyped-def]
         pull = pull - later[:, None] * change[None, :]
 
 
-@triton.jit(do_not_specialize=("top", "count", "total", "own", "after", "matrix"))  # type: ignore[untyped-decorator]
-def _uniform_errors(  # type: ignore[no-untyped-def]
-    values,
-    scale,
-    zero_point,
-    result,
-    top,
-    count,
-    total,
-    own,
-    after,
-    matrix,
-    block: tl.constexpr,
-    candidates: tl.constexpr,
-    whole: tl.constexpr,
-    moderate: tl.constexpr,
-):
-    place = tl.program_id(0) * block + tl.arange(0, block)
+@triton.jit(do_not_specialize=("top", "count", "total", "own", "after", "matrix"))
+def _uniform_errors(values, scale, zero_point, result, top, count, total, own, after, matrix):
+    place = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     inside = place < total
     value = tl.load(values + place, mask=inside, other=0.0)
     group = (place // after) % own
     at = (place // matrix) * (count * matrix) + place % matrix
-    first = tl.program_id(1) * candidates
-    for number in range(candidates):
+    first = tl.program_id(1) * _CANDIDATES
+    for number in range(_CANDIDATES):
         candidate = first + number
         taken = inside & (candidate < count)
         step = tl.load(scale + candidate * own + group, mask=taken, other=1.0)
         low = -tl.load(zero_point + candidate * own + group, mask=taken, other=0.0)
         high = low + top
-        steps = _rounded(_limited(tl.div_rn(value, step), -moderate, moderate), whole)
+        steps = _rounded(_limited(tl.div_rn(value, step), -_MODERATE_FLOAT, _MODERATE_FLOAT), _WHOLE_FLOAT)
         error = _limited(steps, low, high) * step - value
         tl.store(result + at + candidate * matrix, error.to(result.dtype.element_ty), mask=taken)
 
 
-@triton.jit(do_not_specialize=("top", "total", "own", "after"))  # type: ignore[untyped-decorator]
-def _nearest_uniform(  # type: ignore[no-untyped-def]
-    values,
-    scale,
-    zero_point,
-    result,
-    top,
-    total,
-    own,
-    after,
-    block: tl.constexpr,
-    whole: tl.constexpr,
-    moderate: tl.constexpr,
-):
-    place = tl.program_id(0) * block + tl.arange(0, block)
+@triton.jit(do_not_specialize=("top", "total", "own", "after"))
+def _nearest_uniform(values, scale, zero_point, result, top, total, own, after):
+    place = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     inside = place < total
     value = tl.load(values + place, mask=inside, other=0.0)
     group = (place // after) % own
     step = tl.load(scale + group, mask=inside, other=1.0)
     zero = tl.load(zero_point + group, mask=inside, other=0.0)
-    code = _rounded(_limited(tl.div_rn(value, step), -moderate, moderate), whole) + zero
+    code = _rounded(_limited(tl.div_rn(value, step), -_MODERATE_FLOAT, _MODERATE_FLOAT), _WHOLE_FLOAT) + zero
     code = _limited(code, 0.0, top)
     tl.store(result + place, (code - zero) * step, mask=inside)
 
 
-@triton.jit(do_not_specialize=("offset", "lowest", "highest", "drop", "first", "total"))  # type: ignore[untyped-decorator]
-def _nearest_log(  # type: ignore[no-untyped-def]
-    values,
-    scale,
-    ends,
-    levels,
-    result,
-    offset,
-    lowest,
-    highest,
-    drop,
-    first,
-    total,
-    block: tl.constexpr,
-):
-    place = tl.program_id(0) * block + tl.arange(0, block)
+@triton.jit(do_not_specialize=("offset", "lowest", "highest", "drop", "first", "total"))
+def _nearest_log(values, scale, ends, levels, result, offset, lowest, highest, drop, first, total):
+    place = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     inside = place < total
     value = tl.load(values + place, mask=inside, other=0.0) + offset
-    ratio = tl.div_rn(value, tl.zeros((block,), dtype=tl.float32) + tl.load(scale))
+    ratio = tl.div_rn(value, tl.zeros((_BLOCK,), dtype=tl.float32) + tl.load(scale))
     ratio = tl.where(ratio >= lowest, ratio, lowest)  # also for NaN
     ratio = tl.where(ratio > highest, highest, ratio)
     number = (ratio.to(tl.int32, bitcast=True) >> drop) - first
@@ -332,47 +238,23 @@ def _nearest_log(  # type: ignore[no-untyped-def]
     tl.store(result + place, level, mask=inside)
 
 
-@triton.jit(do_not_specialize=("count", "width", "total", "matrix"))  # type: ignore[untyped-decorator]
-def _table_errors(  # type: ignore[no-untyped-def]
-    values,
-    bins,
-    tables,
-    result,
-    count,
-    width,
-    total,
-    matrix,
-    block: tl.constexpr,
-    candidates: tl.constexpr,
-):
-    place = tl.program_id(0) * block + tl.arange(0, block)
+@triton.jit(do_not_specialize=("count", "width", "total", "matrix"))
+def _table_errors(values, bins, tables, result, count, width, total, matrix):
+    place = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     inside = place < total
     value = tl.load(values + place, mask=inside, other=0.0)
     number_of_bin = tl.load(bins + place, mask=inside, other=0)
     at = (place // matrix) * (count * matrix) + place % matrix
-    first = tl.program_id(1) * candidates
-    for number in range(candidates):
+    first = tl.program_id(1) * _CANDIDATES
+    for number in range(_CANDIDATES):
         candidate = first + number
         taken = inside & (candidate < count)
         level = tl.load(tables + candidate * width + number_of_bin, mask=taken, other=0.0)
         tl.store(result + at + candidate * matrix, (level - value).to(result.dtype.element_ty), mask=taken)
 
 
-@triton.jit(do_not_specialize=("count", "before", "own", "after", "matrix", "parts", "chunk"))  # type: ignore[untyped-decorator]
-def _sums(  # type: ignore[no-untyped-def]
-    product,
-    base,
-    error,
-    result,
-    count,
-    before,
-    own,
-    after,
-    matrix,
-    parts,
-    chunk,
-    block: tl.constexpr,
-):
+@triton.jit(do_not_specialize=("count", "before", "own", "after", "matrix", "parts", "chunk"))
+def _sums(product, base, error, result, count, before, own, after, matrix, parts, chunk, block: tl.constexpr):
     program = tl.program_id(0)
     first = (program % parts) * chunk
     rest = program // parts
@@ -396,8 +278,8 @@ def _sums(  # type: ignore[no-untyped-def]
     tl.store(result + program, tl.sum(total, axis=0))
 
 
-@triton.jit(do_not_specialize=("total", "groups", "length", "size", "halvings"))  # type: ignore[untyped-decorator]
-def _own_errors(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=("total", "groups", "length", "size", "halvings"))
+def _own_errors(
     ordered,
     sums,
     squares,
@@ -449,22 +331,9 @@ def _own_errors(  # type: ignore[no-untyped-def]
     tl.store(result + row, tl.sum(error, axis=1), mask=row < total)
 
 
-@triton.jit(do_not_specialize=("top", "least", "total", "groups", "lower_stride", "upper_stride"))  # type: ignore[untyped-decorator]
-def _uniform_of_bounds(  # type: ignore[no-untyped-def]
-    lower,
-    upper,
-    scale,
-    zero_point,
-    top,
-    least,
-    total,
-    groups,
-    lower_stride,
-    upper_stride,
-    block: tl.constexpr,
-    whole: tl.constexpr,
-):
-    place = tl.program_id(0) * block + tl.arange(0, block)
+@triton.jit(do_not_specialize=("top", "least", "total", "groups", "lower_stride", "upper_stride"))
+def _uniform_of_bounds(lower, upper, scale, zero_point, top, least, total, groups, lower_stride, upper_stride):
+    place = tl.program_id(0) * _FEW + tl.arange(0, _FEW)
     inside = place < total
     row = place // groups
     column = place % groups
@@ -472,9 +341,9 @@ def _uniform_of_bounds(  # type: ignore[no-untyped-def]
     high = tl.load(upper + row * upper_stride + column, mask=inside, other=0.0)
     low = tl.where(low > 0.0, 0.0, low)
     high = tl.where(high < 0.0, 0.0, high)
-    tops = tl.zeros((block,), dtype=tl.float32) + top
+    tops = tl.zeros((_FEW,), dtype=tl.float32) + top
     step = tl.div_rn(high - low, tops)
     step = tl.where(step < least, least, step)
-    zero = _limited(_rounded(tl.div_rn(-low, step), whole), 0.0, top)
+    zero = _limited(_rounded(tl.div_rn(-low, step), _WHOLE_FLOAT), 0.0, top)
     tl.store(scale + place, step, mask=inside)
     tl.store(zero_point + place, zero, mask=inside)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adalog.quantizers.fused import reshape_against
-from adalog.quantizers.quantiles import positive_quantile, sample_quantiles, thin
+from adalog.quantizers.quantiles import ascending, sample_quantiles, thin
 from adalog.quantizers.quantizer import FLOAT_BITS, Quantizer
 
 Errors = Callable[[Tensor, torch.dtype], Tensor]  # points (k, P, *groups), a dtype -> quantized minus exact, rounded
@@ -26,12 +26,9 @@ class Format:
     own_dims: the dimensions of the operand's values that have parameters of their own.
     """
 
-    # Whether zero is a level of every quantizer of this kind, so that the zero padding of a convolution stays as it is.
-    has_zero: ClassVar[bool] = True
-    # Whether an activation of this kind can have parameters by groups, such as heads.
-    has_groups: ClassVar[bool] = False
-    # Whether the kind is for values that follow a power law, so that a uniform quantizer may be closer to other values.
-    for_power_laws: ClassVar[bool] = False
+    has_zero: ClassVar[bool] = True  # zero is always a level, so the zero padding of a convolution stays as it is
+    has_groups: ClassVar[bool] = False  # an activation can have parameters by groups, such as heads
+    for_power_laws: ClassVar[bool] = False  # a uniform quantizer may be closer to values without a power law
 
     bits: int
     own_dims: tuple[int, ...] = ()
@@ -47,7 +44,7 @@ class Format:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the P hyperparameters; empty if only the search of a baseline finds such quantizers."""
+        """The names of the P hyperparameters."""
         return ()
 
     @property
@@ -139,7 +136,7 @@ class LargestLevelFormat(Format):
     def box(self, groups: Tensor, reach: float, stack: int = 1) -> tuple[Tensor, Tensor]:
         """Return the percentiles 1 - 2 reach and 1 of the magnitudes, since both tails are among these.
 
-        If the range reaches further down than up, a smaller largest level already spans the magnitudes.
+        The lower one is less if the range reaches further down than up.
         """
         below, above = self.kind.reaching(groups.new_ones(()), self.bits).bounds()
         low, high = sample_quantiles(groups.abs(), (max(0.0, 1 - 2 * reach), 1.0), stack)
@@ -156,7 +153,12 @@ class LargestLevelFormat(Format):
 
 def positive_box(groups: Tensor, lift: float, stack: int) -> tuple[Tensor, Tensor]:
     """Return the percentiles 0.9 and 1 of the positive values of (G, T) plus the lift, (1, G) each; 1 without any."""
-    low, positive = positive_quantile(thin(groups, stack) + lift, 0.9)
-    high = torch.where(positive, groups.amax(dim=1) + lift, 1.0)
-    low = torch.where(positive, low, 1.0)
+    ordered = ascending(thin(groups, stack) + lift)
+    first, last = (ordered <= 0).sum(1), ordered.shape[1] - 1  # nothing waits for the device
+    rank = 0.9 * (last - first).clamp(min=0).double()
+    below = rank.to(torch.int64)
+    places = torch.stack([first + below, first + below + 1], dim=1).clamp(max=last)
+    start, end = ordered.gather(1, places).unbind(1)
+    low = torch.where(first <= last, torch.lerp(start, end, (rank - below).to(ordered.dtype)), 1.0)
+    high = torch.where(first <= last, groups.amax(dim=1) + lift, 1.0)
     return torch.minimum(low, high * 0.5)[None], high[None]

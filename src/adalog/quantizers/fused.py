@@ -10,7 +10,7 @@ adjacent, and `products` computes them as one product. Candidates in another ord
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,20 +23,17 @@ from adalog.quantizers.elementwise import KINDS, MOST_ELEMENTS, c_function, kern
 _LEAST_SUMMED = 16
 
 
-def _function(name: str, dtype: torch.dtype, *values: Tensor) -> Callable[..., None] | None:
-    """Return the library's function for these values and this dtype of results, or None if it does not take them."""
-    return c_function(f"{name}_{KINDS.get(dtype)}", *values)
+def _compiled(name: str, count: int, dtype: torch.dtype, *values: Tensor) -> tuple[Any, Any]:
+    """Return the module of kernels and the library's function for `count` results of this dtype for the first value.
 
-
-def _kernels(count: int, dtype: torch.dtype, *values: Tensor) -> Any:
-    """Return the module of kernels if it can take these values and number all candidates of the first, else None."""
+    Each of them is None if it cannot take these values.
+    """
     fits = dtype in KINDS and 0 < count * values[0].numel() < MOST_ELEMENTS
-    return kernels(*values) if fits else None
+    return kernels(*values) if fits else None, c_function(f"{name}_{KINDS.get(dtype)}", *values)
 
 
 def _matrix(values: Tensor) -> int:
-    """Return the number of elements of each matrix."""
-    return math.prod(values.shape[-2:])
+    return math.prod(values.shape[-2:])  # elements
 
 
 def _together(candidates: Tensor) -> Tensor:
@@ -76,8 +73,7 @@ def uniform_errors(
     """
     sizes = sizes_around(values.shape, own_dims)
     fit = sizes is not None and scale.numel() == zero_point.numel() == len(scale) * sizes[1]
-    module = _kernels(len(scale), dtype, values, scale, zero_point)
-    function = None if module is not None else _function("uniform_errors", dtype, values, scale, zero_point)
+    module, function = _compiled("uniform_errors", len(scale), dtype, values, scale, zero_point)
     if (function is None and module is None) or sizes is None or not fit:
         scale, zero_point = (reshape_against(item, values.shape, own_dims) for item in (scale, zero_point))
         # The same values as those of `uniform_fake_quantize`, with fewer passes over the candidates.
@@ -87,12 +83,10 @@ def uniform_errors(
         return steps.mul_(scale).sub_(values).to(dtype)
     values, scale, zero_point = (item.contiguous() for item in (values, scale, zero_point))
     result = _empty(len(scale), values, dtype)
-    if function is None:
-        parameters = scale.view(len(scale), -1), zero_point.view(len(scale), -1), 2**bits - 1
-        module.uniform_errors(values, *parameters, sizes, _matrix(values), result)
-    else:
-        pointers = scale.data_ptr(), zero_point.data_ptr()
-        function(values.data_ptr(), *sizes, _matrix(values), *pointers, 2**bits - 1, len(scale), result.data_ptr())
+    if module is not None:
+        module.uniform_errors(values, scale, zero_point, 2**bits - 1, sizes, _matrix(values), result)
+    elif function is not None:
+        function(values, *sizes, _matrix(values), scale, zero_point, 2**bits - 1, len(scale), result)
     return result
 
 
@@ -101,23 +95,20 @@ def table_errors(values: Tensor, bins: Tensor, tables: Tensor, dtype: torch.dtyp
 
     bins: int32, one per value.
     """
-    fit = bins.dtype == torch.int32 and bins.numel() == values.numel()
-    function = _function("table_errors", dtype, values, tables) if fit else None
+    module, function = _compiled("table_errors", len(tables), dtype, values, tables)
+    if bins.dtype != torch.int32 or bins.numel() != values.numel():
+        module = function = None
     result = _empty(len(tables), values, dtype)
     values, bins, tables = values.contiguous(), bins.contiguous(), tables.contiguous()
-    module = _kernels(len(tables), dtype, values, tables) if bins.dtype == torch.int32 else None
-    if module is not None and bins.numel() == values.numel():
+    if module is not None:
         module.table_errors(values, bins, tables, _matrix(values), result)
-        return result
-    if function is None and waits_for_launches(values.device):  # one launch for all candidates
+    elif function is not None:
+        function(values, bins, values.numel(), _matrix(values), tables, tables.shape[1], len(tables), result)
+    elif waits_for_launches(values.device):  # one launch for all candidates
         return tables.index_select(1, bins.view(-1)).view(result.shape).sub_(values).to(dtype)
-    if function is None:
+    else:
         for table, target in zip(tables, result, strict=True):
             target.copy_(torch.index_select(table, 0, bins.view(-1)).view(values.shape).sub_(values))
-    else:
-        sizes = values.numel(), _matrix(values)
-        pointers = values.data_ptr(), bins.data_ptr(), *sizes, tables.data_ptr()
-        function(*pointers, tables.shape[1], len(tables), result.data_ptr())
     return result
 
 
@@ -131,9 +122,8 @@ def sums(product: Tensor, base: Tensor, error: Tensor | None, own_dims: Sequence
     sizes = sizes_around(base.shape, own_dims)
     fit = product.shape[1:] == base.shape and (error is None or error.shape == product.shape)
     fit = fit and (error is None or error.dtype == product.dtype)
-    many = sizes is not None and sizes[2] >= _LEAST_SUMMED
-    module: Any = _kernels(len(product), product.dtype, base) if many else None
-    function = None if module is not None else _function("sums", product.dtype, base)
+    module, function = _compiled("sums", len(product), product.dtype, base)
+    module = module if sizes is not None and sizes[2] >= _LEAST_SUMMED else None
     if (function is None and module is None) or sizes is None or not fit:
         alpha = 1 if error is None else 2
         alike = product.dtype == base.dtype
@@ -144,10 +134,9 @@ def sums(product: Tensor, base: Tensor, error: Tensor | None, own_dims: Sequence
     count, base, product = len(product), base.contiguous(), _together(product).contiguous()
     error = None if error is None else _together(error).contiguous()
     shape = count, *(base.shape[dim] for dim in own_dims)
-    if function is None:
+    if module is not None:
         added: Tensor = module.sums(product, base, error, sizes, _matrix(base), count)
         return added.view(shape)
     result = torch.zeros(shape, dtype=torch.float64, device=base.device)
-    pointers = product.data_ptr(), base.data_ptr(), None if error is None else error.data_ptr()
-    function(*pointers, *sizes, _matrix(base), count, result.data_ptr())
+    function(product, base, error, *sizes, _matrix(base), count, result)
     return result.to(base.dtype)

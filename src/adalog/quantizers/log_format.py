@@ -58,7 +58,6 @@ class LogFormat(Format):
         return range(self.q, self.q + 1) if self.q else range(self.q_min, self.q_max + 1)
 
     def with_base(self, scale: Tensor, q: int) -> LogQuantizer:
-        """Return the quantizer with this scale and numerator."""
         return LogQuantizer(scale, q, self.r, self.bits, self.beyond, self.rounding, self.table, offset=self.offset)
 
     def of(self, points: Tensor) -> LogQuantizer:
@@ -132,13 +131,7 @@ class LogFormat(Format):
 
     def steps(self, points: Tensor) -> tuple[Tensor, Tensor]:
         low, high = self.bases[0], self.bases[-1]
-        tables = log_steps(
-            *(low, high, self.r, self.bits),
-            beyond=self.beyond,
-            rounding=self.rounding,
-            table=self.table,
-            device=points.device,
-        )
+        tables = log_steps(self.bases, self.r, self.bits, self.beyond, self.rounding, self.table, points.device)
         row = torch.zeros_like(points[:, 0]) if self.q else points[:, 0].double().exp2().round().clamp(low, high) - low
         factor = points[:, -1, ..., None].clamp(min=_LEAST_SCALE).double()
         numbers = row.to(torch.int64).reshape(-1)

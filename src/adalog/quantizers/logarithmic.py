@@ -1,12 +1,11 @@
 """The logarithmic quantizers log2, log-sqrt2 and AdaLog (Eqs. 1-9).
 
-Every function broadcasts: a leading candidate axis of the parameters becomes a leading candidate axis of the result.
 Codes are whole numbers in the dtype of the input, float32 or float64; narrower inputs are computed in float32. Rounding
 is to the nearest integer, halves to even.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Literal, get_args
@@ -29,8 +28,7 @@ _TABLE_BINS = 1 << 20
 def log_tables(q: int, r: int, bits: int) -> tuple[Tensor, Tensor]:
     """Return the shift and the mantissa of every code k (Eqs. 8-9): int64, (2**bits,) each.
 
-    The shift is floor(k q / r). The mantissa is round(2**-((k q mod r) / r) / table_step), with table_step = 1 / (2
-    (2**bits - 1)), so it is an integer of bits + 1 bits.
+    The shift is floor(k q / r). The mantissa is round(2**-((k q mod r) / r) / table_step): bits + 1 bits.
     """
     product = torch.arange(2**bits) * q
     exact = torch.exp2(-(product % r).double() / r)
@@ -50,8 +48,8 @@ def most_headroom(bits: int, width: int, *, table: bool = True) -> int:
 def integer_levels(q: int, r: int, bits: int, headroom: int, *, table: bool = True) -> Tensor:
     """Return the integer of each code, in units of `integer_unit`: int64, (2**bits,).
 
-    table: the folded table of Eq. 10, T = (U << headroom) >> A, with the mantissas U and shifts A of `log_tables`.
-        Without it, each integer is 2**headroom times the exact power 2**(-k q / r), rounded to the nearest integer.
+    table: the folded table of Eq. 10, T = (U << headroom) >> A, with the mantissas U and shifts A of `log_tables`. Else
+        each integer is 2**headroom times the exact power 2**(-k q / r), rounded.
     """
     if table:
         shift, mantissa = log_tables(q, r, bits)
@@ -70,10 +68,9 @@ def log_levels(
 ) -> Tensor:
     """Return the value of each code at scale 1, descending: float64, (2**bits,), and a zero more if `beyond` is "zero".
 
-    table: use the quantized mantissas of Eq. 9 in Eq. 7, as AdaLog does in integers. Without it, use the exact powers
-        2**(-k q / r). They are Eq. 2 for (q, r) = (1, 1), log2, and Eq. 4 for (1, 2), whose parity scale S~ makes odd
-        codes exact.
-    headroom: return the levels of the integer table with this headroom (`integer_levels`). None: it has none.
+    table: use the quantized mantissas of Eq. 9 in Eq. 7, as AdaLog does in integers. Else use the exact powers 2**(-k q
+        / r): Eq. 2 for (q, r) = (1, 1), log2, and Eq. 4 for (1, 2), whose parity scale S~ makes odd codes exact.
+    headroom: that of the integer table (`integer_levels`); None without one.
     """
     if headroom is not None:
         integers = integer_levels(q, r, bits, headroom, table=table)
@@ -91,7 +88,7 @@ def log_levels(
 
 @lru_cache(4096)
 def _ends(q: int, r: int, bits: int, **choices: Any) -> tuple[float, float]:
-    """Return the first and the last level of `log_levels`, without a read of a tensor in every step of training."""
+    """Return the first and the last level, without a read of a tensor in every step of training."""
     levels = log_levels(q, r, bits, **choices)
     return float(levels[0]), float(levels[-1])
 
@@ -124,21 +121,9 @@ def log_thresholds(
 
 @lru_cache(64)
 def log_steps(
-    low: int,
-    high: int,
-    r: int,
-    bits: int,
-    *,
-    beyond: Beyond,
-    rounding: Rounding,
-    table: bool,
-    device: torch.device,
+    bases: range, r: int, bits: int, beyond: Beyond, rounding: Rounding, table: bool, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the levels and thresholds of every base from q = low to high: (Q, levels) and (Q, thresholds).
-
-    They are those of `log_levels` and `log_thresholds`, but ascending. They are copied to the device once.
-    """
-    bases = range(low, high + 1)
+    """Return the ascending levels and thresholds of every base, (Q, levels) and (Q, thresholds), copied only once."""
     levels = [log_levels(q, r, bits, beyond=beyond, table=table) for q in bases]
     cuts = [log_thresholds(q, r, bits, beyond=beyond, rounding=rounding, table=table) for q in bases]
     with torch.inference_mode(mode=False):  # later callers of the cache may need normal tensors
@@ -148,14 +133,14 @@ def log_steps(
 class Bins:
     """A table that counts the thresholds not below a value, with the same result as `torch.bucketize` but faster.
 
-    The leading bits of a float are the number of its bin. Bins are so narrow that none holds two different thresholds.
+    The leading bits of a float are the number of its bin. No bin holds two different thresholds.
 
-    counts: two per bin, for values above the threshold in the bin and for values at or below it.
+    counts: two per bin, for values above the threshold in the bin and for the others.
     ends: the threshold in each bin; 0 if there is none.
     lowest, highest: values are clamped to this interval first; NaN takes the last count.
     first: the number of the first bin.
     drop: the number of trailing bits that a bin number leaves out.
-    fit: False if more than `_TABLE_BINS` bins would be needed; the thresholds are then searched directly.
+    fit: False if this takes more than `_TABLE_BINS` bins; the thresholds are then searched directly.
     """
 
     def __init__(self, thresholds: Tensor, dtype: torch.dtype, device: torch.device | str = "cpu"):
@@ -207,7 +192,6 @@ def _bins_on(device: torch.device, dtype: torch.dtype, q: int, r: int, bits: int
 
 @lru_cache(128)
 def _levels_on(device: torch.device, dtype: torch.dtype, q: int, r: int, bits: int, **choices: Any) -> Tensor:
-    """Return `log_levels` in this dtype, copied to the device once."""
     with torch.inference_mode(mode=False):
         return log_levels(q, r, bits, **choices).to(device, dtype)
 
@@ -215,7 +199,7 @@ def _levels_on(device: torch.device, dtype: torch.dtype, q: int, r: int, bits: i
 def log_quantize(
     x: Tensor,
     scale: Tensor,
-    q: Tensor | int,
+    q: int,
     r: int,
     bits: int,
     *,
@@ -238,18 +222,14 @@ def log_quantize(
     if rounding == "log":
         exponent = ratio.clamp_(min=torch.finfo(ratio.dtype).tiny).log2_().neg_()
         return torch.div(exponent.mul_(r), q).round_().clamp_(0, last)
-
-    def nearest(values: Tensor, base: int) -> Tensor:
-        choices = {"beyond": beyond, "rounding": rounding, "table": table, "headroom": headroom}
-        return _count_not_below(values, _bins_on(values.device, values.dtype, base, r, bits, **choices))
-
-    return _per_base(nearest, ratio, q).to(ratio.dtype)
+    choices = {"beyond": beyond, "rounding": rounding, "table": table, "headroom": headroom}
+    return _count_not_below(ratio, _bins_on(ratio.device, ratio.dtype, q, r, bits, **choices)).to(ratio.dtype)
 
 
 def log_dequantize(
     code: Tensor,
     scale: Tensor,
-    q: Tensor | int,
+    q: int,
     r: int,
     bits: int,
     *,
@@ -258,24 +238,8 @@ def log_dequantize(
     headroom: int | None = None,
 ) -> Tensor:
     """Return scale times the level of each code, by Eq. 7 with `table`, or by Eqs. 2, 4 and 6 without it."""
-
-    def lookup(codes: Tensor, base: int) -> Tensor:
-        choices = {"beyond": beyond, "table": table, "headroom": headroom}
-        levels = _levels_on(scale.device, scale.dtype, base, r, bits, **choices)
-        return levels.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
-
-    return _per_base(lookup, code, q) * scale
-
-
-def _per_base(function: Callable[[Tensor, int], Tensor], values: Tensor, q: Tensor | int) -> Tensor:
-    """Return function(values, q) for one integer q, or for each entry of q's leading candidate axis, (K, 1, ...)."""
-    if isinstance(q, int) or q.numel() == 1:
-        single = function(values, int(q))
-        return single if isinstance(q, int) or q.ndim <= single.ndim else single.reshape(q.shape[0], *single.shape)
-    if q.numel() != q.shape[0]:
-        raise ValueError(f"q has the shape {tuple(q.shape)}, but only its leading candidate axis may be longer than 1")
-    values = values.expand(torch.broadcast_shapes(values.shape, q.shape))
-    return torch.stack([function(row, int(base)) for row, base in zip(values, q.flatten().tolist(), strict=True)])
+    levels = _levels_on(scale.device, scale.dtype, q, r, bits, beyond=beyond, table=table, headroom=headroom)
+    return levels.index_select(0, code.reshape(-1).to(torch.int32)).view(code.shape) * scale
 
 
 @dataclass(frozen=True)
@@ -284,8 +248,7 @@ class LogQuantizer(Quantizer):
 
     scale: float32, one value.
     offset: minus the activation's minimum.
-    keeps_offset: dequantized values are those of x + offset, because the consumer's bias has absorbed the offset (Eq.
-        15). Otherwise `dequantize` subtracts the offset.
+    keeps_offset: dequantized values are those of x + offset, because a bias has absorbed the offset (Eq. 15).
     table: mantissas are quantized (Eq. 9).
     width, headroom: the bits of an entry (8 or 16) and the headroom of the integer table that replaces the levels
         (`table_integers`). A width of 0 means no table: the levels are floats.
@@ -377,11 +340,12 @@ class LogQuantizer(Quantizer):
                 nearest = nearest_log(x, self.offset, self.scale, span, places, bins.ends, levels)
                 if nearest is not None:
                     return nearest
-                return by_slices(lambda part: levels.index_select(0, self._places(part, bins)), flat).view(x.shape)
-        return by_slices(lambda part: self.dequantize(self.quantize(part)).to(x.dtype), flat).view(x.shape)
 
-    def _places(self, x: Tensor, bins: Bins) -> Tensor:
-        return _places((self._lift(x) / self.scale).reshape(-1), bins)
+                def level(part: Tensor) -> Tensor:
+                    return levels.index_select(0, _places((self._lift(part) / self.scale).reshape(-1), bins))
+
+                return by_slices(level, flat).view(x.shape)
+        return by_slices(lambda part: self.dequantize(self.quantize(part)).to(x.dtype), flat).view(x.shape)
 
     def steps(self) -> tuple[Tensor, Tensor]:
         """Return the levels and the thresholds between them at scale 1, ascending: float64, on the CPU."""
@@ -392,9 +356,6 @@ class LogQuantizer(Quantizer):
     def bounds(self) -> tuple[Tensor, Tensor]:
         first, last = _ends(self.q, self.r, self.bits, **self._choices)
         return last * self.scale - self.offset, first * self.scale - self.offset
-
-    def step(self, x: Tensor) -> Tensor:
-        return self.scale
 
     @property
     def origin(self) -> float | None:
@@ -461,14 +422,10 @@ class LogQuantizer(Quantizer):
 
     @property
     def multiplied_bits(self) -> int:
-        """The width of the table's integers, else of a mantissa, else of a float [bits].
-
-        A mantissa has bits + 1 bits. If the base is a power of two, all mantissas are equal, so a product is only a
-        shift: 0 bits.
-        """
+        """The width of the table's integers, else of a mantissa, else of a float [bits]."""
         if self.width:
             return self.width
-        if self.q % self.r == 0:
+        if self.q % self.r == 0:  # all mantissas are equal, so a product is only a shift
             return 0
         return self.bits + 1 if self.table else FLOAT_BITS
 

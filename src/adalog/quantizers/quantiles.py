@@ -40,30 +40,11 @@ def ascending(rows: Tensor) -> Tensor:
 
 
 def sample_quantiles(sample: Tensor, fractions: Sequence[float], stack: int = 1) -> list[Tensor]:
-    """Return quantiles per row of (G, T), by linear interpolation: (G,) per fraction.
-
-    The least and the largest value are exact. The other quantiles are computed on the thinned sample (`thin`).
-
-    stack: as in `thin`.
-    """
+    """Return the quantiles of `quantiles`, except for the least and largest values of the thinned sample (`thin`)."""
     inner = iter(_of_sorted(ascending(thin(sample, stack)), [share for share in fractions if 0 < share < 1]))
     return [
         sample.amin(dim=1) if share <= 0 else sample.amax(dim=1) if share >= 1 else next(inner) for share in fractions
     ]
-
-
-def positive_quantile(rows: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Return a quantile of the positive values of each row of (G, T), and whether the row has any: (G,) each.
-
-    It is interpolated linearly. Nothing waits for the device.
-    """
-    ordered, last = ascending(rows), rows.shape[1] - 1
-    first = (ordered <= 0).sum(1)
-    rank = share * (last - first).clamp(min=0).double()
-    below = rank.to(torch.int64)
-    places = torch.stack([first + below, first + below + 1], dim=1).clamp(max=last)
-    ends = ordered.gather(1, places)
-    return torch.lerp(ends[:, 0], ends[:, 1], (rank - below).to(rows.dtype)), first <= last
 
 
 def quantiles(rows: Tensor, fractions: Sequence[float]) -> list[Tensor]:

@@ -131,12 +131,12 @@ def _gradient_by_values(
 
 
 def _one_where(compare: Callable[..., Tensor], first: Tensor, second: Tensor) -> Tensor:
-    """Return a comparison as numbers, 1 if it holds and 0 if not, in the dtype of the first tensor."""
+    """Return a comparison as the numbers 0 and 1, in the dtype of the first tensor."""
     return compare(first, second, out=torch.empty_like(first))
 
 
 def _product_sum(first: Tensor, second: Tensor, like: Tensor) -> Tensor:
-    """Return one * other, summed over all dimensions that `like` broadcasts over, in the shape of `like`."""
+    """Return first * second, summed to the shape of `like`."""
     if like.numel() == 1:
         return torch.dot(first.reshape(-1), second.reshape(-1)).reshape(like.shape)
     return (first * second).sum_to_size(like.shape)
@@ -146,11 +146,9 @@ class Quantizer(ABC):
     """A quantizer with its parameters, which maps values to codes of `bits` bits and back.
 
     Quantizers are frozen dataclasses. Their tensor fields are their parameters, which broadcast against the values.
-
-    kind: the quantizer's name in files.
     """
 
-    kind: ClassVar[str]
+    kind: ClassVar[str]  # the name in files
     scale: Tensor
     bits: int
 
@@ -174,11 +172,10 @@ class Quantizer(ABC):
 
         With c the value clipped to the range and s the step there, x_hat = c + s e. The rounding error e = (x_hat - c)
         / s is held constant. The gradient of x is therefore 1 inside the range and 0 outside, and the scale and zero
-        point get the gradients of LSQ and LSQ+ if they require gradients.
+        point get the gradients of LSQ and LSQ+.
 
         kept: the shape and dtype of x; 1 for values that are not quantized (QDrop), 0 for the others. Only an offset
-            that a bias has absorbed is added to kept values. Their gradient is 1, and they add nothing to the gradients
-            of the parameters.
+            that a bias has absorbed is added to them. Their gradient is 1, and the parameters get none from them.
         """
         trained = (x, *self.parameters().values())
         differentiable = torch.is_grad_enabled() and any(value.requires_grad for value in trained)
@@ -233,14 +230,14 @@ class Quantizer(ABC):
     def bounds(self) -> tuple[Tensor, Tensor]:
         """Return the least and the largest value that a code can have; differentiable."""
 
-    @abstractmethod
     def step(self, x: Tensor) -> Tensor:
         """Return the scale that applies at x, to broadcast against x."""
+        return self.scale
 
     def levels(self) -> Tensor:
-        """Return every value that the quantizer can output, over all its scales, ascending: float, on the CPU.
+        """Return all values of all scales in the domain of x, even if a bias has absorbed the offset: ascending.
 
-        The values are in the domain of x: an offset that a bias has absorbed is subtracted.
+        They are float, on the CPU.
         """
         code = torch.arange(self.code_count, dtype=torch.float32, device=self.scale.device)
         return self.restore_offset().map(lambda value: value.reshape(-1, 1)).dequantize(code).unique().cpu()
@@ -276,9 +273,8 @@ class Quantizer(ABC):
 
     @classmethod
     def reaching(cls: type[Same], upper: Tensor, bits: int) -> Same:
-        """Return the quantizer whose largest level is `upper`, for a search over this one number.
+        """Return the quantizer whose largest level is `upper`, in the shape of the scale.
 
-        upper: the shape of the scale.
         Raises ValueError if one number does not determine a quantizer of this kind.
         """
         raise ValueError(f"the largest level alone does not determine a quantizer of the kind {cls.kind}")
@@ -328,8 +324,7 @@ class Quantizer(ABC):
     def integer(self, code: Tensor) -> Tensor:
         """Return the integers of a weight's codes. Raises ArtifactError if its values have several parts."""
         parts = self.integers(code)
-        if len(parts) != 1:
-            count = len(parts)
+        if (count := len(parts)) != 1:
             raise ArtifactError(
                 f"values of the kind {self.kind} have {count} parts, but those of a weight must have one"
             )
@@ -411,10 +406,7 @@ class Quantizer(ABC):
 
 
 def by_slices(function: Callable[[Tensor], Tensor], x: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Compute an elementwise function of x in slices of the first dimension whose temporaries fit in the cache.
-
-    It is computed on all of x at once if the scale varies along that dimension, and on devices other than the CPU.
-    """
+    """Compute an elementwise function of x in the slices of `_slices`."""
     result = torch.empty_like(x)
     sources, targets = _slices([x, result], [] if scale is None else [scale])
     if len(sources) == 1:
@@ -425,10 +417,10 @@ def by_slices(function: Callable[[Tensor], Tensor], x: Tensor, scale: Tensor | N
 
 
 def _slices(values: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """Cut these tensors, which have one shape, into slices that fit in the cache, along the first dimension.
+    """Cut tensors of one shape along the first dimension into slices whose temporaries fit in the cache.
 
-    Each tensor is one slice if a parameter varies along that dimension, and on devices other than the CPU. If all
-    parameters are single numbers and the tensors are contiguous, all dimensions are first merged into one.
+    Each tensor is one slice if a parameter varies along that dimension, and on devices other than the CPU. All
+    dimensions are first merged into one if all parameters are single numbers and the tensors are contiguous.
     """
     x = values[0]
     if x.ndim == 0 or x.device.type != "cpu":

@@ -12,14 +12,7 @@ from adalog.quantizers.elementwise import kernels, nearest_uniform
 from adalog.quantizers.formats import Errors, Format
 from adalog.quantizers.fused import uniform_errors
 from adalog.quantizers.quantiles import sample_quantiles
-from adalog.quantizers.quantizer import (
-    Quantizer,
-    at_least_float32,
-    by_slices,
-    check_bits,
-    check_parameters,
-    round_ste,
-)
+from adalog.quantizers.quantizer import Quantizer, at_least_float32, by_slices, check_bits, check_parameters, round_ste
 
 
 def least_scale(dtype: torch.dtype) -> float:
@@ -28,10 +21,7 @@ def least_scale(dtype: torch.dtype) -> float:
 
 
 def uniform_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
-    """Return clamp(round(x / scale) + zero_point, 0, 2**bits - 1), the codes of the asymmetric uniform quantizer.
-
-    scale, zero_point: broadcast against x. Their shape makes the quantizer per tensor, per channel or per head.
-    """
+    """Return clamp(round(x / scale) + zero_point, 0, 2**bits - 1); the parameters broadcast against x."""
     return torch.div(at_least_float32(x), scale).round_().add_(zero_point).clamp_(0, 2**bits - 1)
 
 
@@ -58,8 +48,7 @@ def symmetric_scale(largest: Tensor, bits: int) -> Tensor:
 def bounds_to_uniform(lower: Tensor, upper: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return (scale, zero_point) of the quantizer that spans [lower, upper].
 
-    The range is widened to include zero, which stays exact. The result is differentiable, so that bounds can be
-    trained: gradients pass through the rounding of the zero point.
+    The range is widened to include zero, which stays exact. Gradients pass through the rounding of the zero point.
     """
     top = 2**bits - 1
     trained = torch.is_grad_enabled() and (lower.requires_grad or upper.requires_grad)
@@ -111,9 +100,6 @@ class UniformQuantizer(Quantizer):
         high = low + (2**self.bits - 1)
         hat = torch.div(x, self.scale).round_().clamp_(low, high).mul_(self.scale)
         return hat, low * self.scale, high * self.scale
-
-    def step(self, x: Tensor) -> Tensor:
-        return self.scale
 
     @property
     def origin(self) -> float | None:
@@ -188,10 +174,7 @@ class UniformFormat(Format):
         return UniformQuantizer(*bounds_to_uniform(points[:, 0], points[:, 1], self.bits), self.bits)
 
     def box(self, groups: Tensor, reach: float, stack: int = 1) -> tuple[Tensor, Tensor]:
-        """Return the percentiles 0 and reach for the lower bound, and 1 - reach and 1 for the upper one.
-
-        These are lines 1-2 of Algorithm 1.
-        """
+        """Return the percentiles 0 and reach for the lower bound, 1 - reach and 1 for the upper (Algorithm 1)."""
         corners = torch.stack(sample_quantiles(groups, (0.0, reach, 1 - reach, 1.0), stack))
         return corners[::2], corners[1::2]
 

@@ -16,8 +16,7 @@ from adalog.search.product import Product
 class Needs:
     """What a search needs besides the operands of a product in the float network.
 
-    importance: rows of the operands occur as often as the model's output depends on them, by their squared gradients to
-        this power. 0: all rows occur once.
+    importance: rows of the operands occur as often as their squared gradients to this power; 0: once.
     probes: the number of random gradients for `Product.weights`, which are of rounding noise if `noise` is true.
     row_splits: True for the field of `Product`.
     squares: True if the search adds up squares of values, which overflow if values are too large.
@@ -34,12 +33,9 @@ class Needs:
 
 
 class AnySearch(ABC):
-    """The choices of a search, and the search itself. Searches are frozen dataclasses.
+    """The choices of a search, and the search itself. Searches are frozen dataclasses."""
 
-    kind: the name of the search in files.
-    """
-
-    kind: ClassVar[str]
+    kind: ClassVar[str]  # the name in files
 
     @property
     def needs(self) -> Needs:
@@ -51,9 +47,7 @@ class AnySearch(ABC):
         return "this method does not fold norms"
 
     def fold_channels(self, values: Tensor, bits: int, weight: Tensor) -> tuple[Fold, UniformQuantizer | None]:
-        """Return the fold of a norm's channels, and the quantizer that they then share.
-
-        The quantizer is None if `search_product` finds it.
+        """Return the fold of a norm's channels, and the quantizer that they then share (None: searched later).
 
         values: (T, C), the output of the norm. weight: (O, C), the weights of all linears that read it.
         """
@@ -70,9 +64,9 @@ class AnySearch(ABC):
         """Return the quantizers of a product's operands."""
 
     def search_together(self, products: Sequence[Product]) -> list[Assignment]:
-        """Return the results of `search_product` for several products, whose operands have the same shapes and formats.
+        """Return the results of `search_product` for products without starts, of the same shapes and formats.
 
-        A search may override it to take fewer and larger operations. No product has a start.
+        A search may override it to take fewer and larger operations.
         """
         return [self.search_product(product) for product in products]
 

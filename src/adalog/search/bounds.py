@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from adalog.choices import check_choice, check_flag, check_share, check_whole
-from adalog.quantizers import (
-    Assignment,
-    Fold,
-    Quantizer,
-    UniformFormat,
-    UniformQuantizer,
-    bounds_to_uniform,
-)
+from adalog.quantizers import Assignment, Fold, Quantizer, UniformFormat, UniformQuantizer, bounds_to_uniform
 from adalog.quantizers.quantiles import coprime
 from adalog.search import AnySearch, Needs
 from adalog.search.distinct import once
@@ -25,25 +18,21 @@ from adalog.search.operand import Operand
 from adalog.search.product import Product
 from adalog.search.strategies import Loss, alternating, brute_force, first_least, fpcs, grid_spacing, rescale, walk
 
-# Stop when a round improves the loss by less than this fraction.
-_LEAST_GAIN = 1e-3
-# Survivors are scored on this many times as many rows as the steps use.
-_FAIR = 8
+_LEAST_GAIN = 1e-3  # the rounds stop when one improves the loss by less than this fraction
+_FAIR = 8  # times as many rows score the survivors as the steps
 Strategy = Literal["fpcs", "alternating", "brute-force"]
 FoldRanges = Literal["own", "deviations", "best"]
-# The kinds of ranges that `best_ranges` compares; among equally good ones the first wins.
-_RANGES: tuple[FoldRanges, ...] = ("own", "deviations")
-# The number of neighbours of each parent in FPCS.
-_CHILDREN = 8
-# The number of rows on which two kinds of quantizers are compared before a search.
-_COMPARED = 1024
+_RANGES: tuple[FoldRanges, ...] = ("own", "deviations")  # among equally good ones, the first wins
+_CHILDREN = 8  # neighbours of each parent in FPCS
+_COMPARED = 1024  # rows on which two kinds of quantizers are compared before a search
 
 
 @dataclass(frozen=True)
 class Search(AnySearch):
     """The search of AdaLog: Fast Progressive Combining Search (FPCS, Algorithm 1) and the rounds around it.
 
-    "Sec." and "Algorithm" refer to the AdaLog paper (Wu et al., ECCV 2024).
+    "Sec." and "Algorithm" refer to the AdaLog paper (Wu et al., ECCV 2024). The defaults of `rounds`, `rough_rows`,
+    `refit`, `reach` and `importance` were chosen by measurement: docs/benchmarks.
 
     Args:
         strategy: How the two hyperparameters of a quantizer are searched: "fpcs" (Algorithm 1), "alternating" (one
@@ -52,20 +41,18 @@ class Search(AnySearch):
         parents: Number of points that a step refines, each by 8 neighbours. Default from Sec. 4.1: 16 parents give n
             evaluations per step.
         steps: Number of steps after the first grid, p in the paper. Default from Sec. 4.1; the released code uses 6.
-        rounds: Number of times that each operand is searched. Chosen by measurement: docs/benchmarks. The released code
-            uses 3.
+        rounds: Number of times that each operand is searched. The released code uses 3.
         rough_rows: A step scores candidates on a sample of at least this many tokens, and the best candidates on eight
-            times as many. 0 always uses all tokens. Chosen by measurement: docs/benchmarks.
+            times as many. 0 always uses all tokens.
         refit: Give each row of a weight the scale that fits its codes best, once the codes are found.
-            Chosen by measurement: docs/benchmarks.
-        reach: The lower bound lies between the percentiles 0 and `reach`, the upper one between 1 - `reach` and 1.
-            Chosen by measurement: docs/benchmarks. The paper uses 0.1.
+        reach: The lower bound lies between the percentiles 0 and `reach`, the upper one between 1 - `reach` and 1. The
+            paper uses 0.1.
         fold_ranges: How to find the ranges of the channels of a folded norm. "own": each channel has its own range, by
             its own error (RepQ-ViT's reparameterization, Sec. 4.1). "deviations": all channels have the same range
             in standard deviations around their mean. "best": for each norm, the kind with the smaller error of the
             linears' outputs on images that did not choose the ranges.
         importance: Rows (tokens) count by their squared gradient to this power, so that errors count where the model's
-            output depends on them. 0 counts all rows alike, as in the paper. Chosen by measurement: docs/benchmarks.
+            output depends on them. 0 counts all rows alike, as in the paper.
         compare_uniform: After GELU, search a uniform quantizer too if one is closer to the values than the logarithmic
             quantizer that was found, and keep the one with the smaller error of the output. If False, activations after
             GELU get the quantizer `post_gelu`, as in the paper, unless a grouped convolution follows.
@@ -170,8 +157,7 @@ class Search(AnySearch):
         # Both operands are searched in turn, and a quantizer is never replaced by a worse one. The left quantizer
         # starts from its operand's own error, and the right operand is searched first. Later searches of an operand try
         # only points near its current one, if the steps use a sample and there are more than twice as many rows as
-        # columns: with few rows, the best point moves far when the other operand changes. The rounds stop when one
-        # improves the loss by less than the fraction _LEAST_GAIN. Each product of a stack stops by itself.
+        # columns: with few rows, the best point moves far when the other operand changes.
         rows, columns = left.values[..., 0].numel() // left.stack_size, left.values.shape[-1]
         many = self.rough_rows > 0 and rows > max(self.rough_rows, 2 * columns)
         if first is None and not left.is_float:
@@ -208,10 +194,10 @@ def _where(which: Tensor, after: Tensor, before: Tensor) -> Tensor:
 
 
 def best_ranges(values: Tensor, bits: int, search: Search, weight: Tensor) -> list[FoldRanges]:
-    """Return the kind of ranges with the smallest error of the linears' outputs on the last quarter of the rows.
+    """Return for each norm the kind of ranges with the smallest error of the linears' outputs on unseen images.
 
-    The ranges come from the rows before them. Rows are in the order of the images, so these rows are of other images.
-    values, weight: (norms, T, C) and (norms, O, C). There is one kind for each norm.
+    These are the last quarter of the rows, which are in the order of the images; the ranges come from the others.
+    values, weight: (norms, T, C) and (norms, O, C).
     """
     fitted, held_out = values.tensor_split([values.shape[1] - values.shape[1] // 4], dim=1)
 
@@ -275,10 +261,7 @@ def search_own(operand: Operand, search: Search) -> Tensor:
 
 
 def uniform_is_closer(operands: Sequence[Operand], quantizers: Sequence[Quantizer], search: Search) -> list[bool]:
-    """Return for each operand whether a uniform quantizer of as many bits has a smaller error of its values.
-
-    They are compared on some 1,024 rows. The operands have the same shape.
-    """
+    """Return for each operand of one shape whether a uniform quantizer of as many bits is closer to its values."""
     count = operands[0].values[..., 0].numel()
     step = coprime(max(1, count // _COMPARED), count)  # not the same position of every image
     samples = [
@@ -343,8 +326,8 @@ def judges(
 ) -> tuple[ProductError, ProductError]:
     """Return the error for survivors and walks, and the rougher one for the steps of FPCS; they may be the same.
 
-    The steps use a sample of the tokens, and the survivors a larger sample. A weight has one loss per row: its steps
-    use the leading part of a Gram matrix. Strategies other than FPCS use the whole error.
+    The steps use a sample of the tokens, or the leading part of a weight's Gram matrix. The survivors use a larger
+    sample, and strategies other than FPCS the whole error.
 
     nearby: there are no steps.
     """
@@ -380,9 +363,8 @@ def search_channels(values: Tensor, bits: int, search: Search) -> tuple[Tensor, 
 
     values: (norms, T, C).
 
-    `search.fold_ranges` chooses between two kinds of ranges. A range that is found by the channel's own error ("own")
-    follows, with fine codes, the channel's few largest values, and may fit other images less well. The other kind is
-    one range for all channels, in standard deviations around the mean of each channel.
+    `search.fold_ranges` is "own" or "deviations". With fine codes, a range that is found by the channel's own error
+    follows the channel's few largest values, and may fit other images less well.
     """
     if search.fold_ranges == "own":
         point = search_own(Operand(values, UniformFormat(bits, own_dims=(0, 2)), stacked=True), search)

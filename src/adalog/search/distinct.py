@@ -57,7 +57,7 @@ class DistinctCandidates:
 def once(loss: Callable[[Tensor], Tensor], snap: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a function with the same losses that scores candidates only once if they are equal after `snap`.
 
-    On an accelerator, which would have to wait for the number of distinct candidates, all are scored.
+    An accelerator scores all, since it would have to wait for the number of distinct ones.
     """
 
     def score(points: Tensor) -> Tensor:

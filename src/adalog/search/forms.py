@@ -2,8 +2,8 @@
 
 A product left @ right has rows e of Q(left) - left, and the quantized right operand W = right_hat. With r the row of
 left @ (right_hat - right), the loss of a row is ||e W + r||^2 (`ExactForm`). Multiplied out, it needs only the Gram
-matrix G = W W^T (`GramForm`). `LeadingForm` and `RootForm` replace G, and are off by one constant in each group, which
-moves no candidate. Each of them also serves as the loss of some of the rows (`Sample`).
+matrix G = W W^T (`GramForm`). A root of G (`GramForm.root`) or its leading part (`LeadingForm`) is off by one constant
+in each group, which moves no candidate. Each form also serves as the loss of some of the rows (`Sample`).
 """
 
 import math
@@ -21,7 +21,7 @@ from adalog.quantizers.quantiles import coprime
 
 # A product with fewer columns than this takes less time than the rounding of its operand to bfloat16.
 _NARROW = 16
-# `LeadingForm` has one direction per `_COLUMNS_OF_DIRECTION` columns, but `_DIRECTIONS` at most.
+# `LeadingForm` has one direction per `_COLUMNS_OF_DIRECTION` columns, up to `_DIRECTIONS`.
 _COLUMNS_OF_DIRECTION, _DIRECTIONS = 3, 512
 # A large Gram matrix is computed in panels of at least `_PANEL` rows, and in at most `_PANELS` panels.
 _PANEL, _PANELS = 64, 8
@@ -32,7 +32,6 @@ Same = TypeVar("Same", bound="Form")
 
 
 def same(values: Tensor) -> Tensor:
-    """Return the values themselves."""
     return values
 
 
@@ -110,25 +109,18 @@ class GramForm(Form):
         return replace(super().map(rows, matrices), constant=groups(self.constant))
 
     def in_bfloat16(self) -> "Form":
-        return RootForm.of(self).in_bfloat16()
+        return self.root().in_bfloat16()
 
+    def root(self) -> ExactForm:
+        """Return the loss ||e F + b F^-T||^2 with a root of the Gram matrix, G = F F^T, by Cholesky's factorization.
 
-@dataclass(frozen=True)
-class RootForm(Form):
-    """The loss ||e F + b F^-T||^2 with a root of the Gram matrix, G = F F^T: factor = F and base = b F^-T.
-
-    Its products may be rounded to bfloat16. If G itself were rounded, it might have directions of negative power, along
-    which large errors would seem to reduce the loss.
-    """
-
-    @staticmethod
-    def of(gram: GramForm) -> "RootForm":
-        """Return the form for the root of a Gram matrix by Cholesky's factorization.
+        Its products may be rounded to bfloat16. If G itself were rounded, it might have directions of negative power,
+        along which large errors would seem to reduce the loss.
 
         Many equal rows, as in blank images, leave more rounding noise in G than the factorization tolerates. The root
         is then made of the eigenvectors of G, with no less power than the rounding noise.
         """
-        power, number, base = gram.factor.double(), torch.finfo(gram.factor.dtype), gram.base
+        power, number, base = self.factor.double(), torch.finfo(self.factor.dtype), self.base
         ones = torch.eye(power.shape[-1], dtype=power.dtype, device=power.device)
         rounding = power.diagonal(dim1=-2, dim2=-1).amax(-1) * (number.eps * len(ones)) + number.tiny  # in G's products
         root, failed = torch.linalg.cholesky_ex(power + rounding[..., None, None] * ones)
@@ -140,10 +132,7 @@ class RootForm(Form):
             base = torch.linalg.solve_triangular(root.mT, base.double(), upper=True, left=False).to(base.dtype)
         else:
             base = base @ torch.linalg.solve_triangular(root.mT, ones, upper=True).to(base.dtype)
-        return RootForm(root.to(gram.factor.dtype), base)
-
-    def losses(self, error: Tensor, own_dims: Sequence[int]) -> Tensor:
-        return sums(products(error, self.factor), self.base, None, own_dims)
+        return ExactForm(root.to(self.factor.dtype), base)
 
 
 @dataclass(frozen=True)
@@ -161,10 +150,7 @@ class LeadingForm(Form):
 
     @staticmethod
     def of(gram: GramForm) -> "LeadingForm":
-        """Find the leading directions of a Gram matrix by one step of subspace iteration.
-
-        There is one direction for every `_COLUMNS_OF_DIRECTION` columns, up to `_DIRECTIONS`.
-        """
+        """Find the leading directions of a Gram matrix by one step of subspace iteration."""
         matrix, columns = gram.factor, gram.factor.shape[-1]
         count, drawing = min(columns // _COLUMNS_OF_DIRECTION, _DIRECTIONS), torch.Generator("cpu").manual_seed(0)
         drawn = torch.randn(columns, count, generator=drawing, dtype=matrix.dtype, device="cpu").to(matrix.device)
@@ -195,7 +181,7 @@ class Sample:
     """Some rows of an operand. Its loss is the sum of the losses of these rows only.
 
     matrices: the index of the matrices (*batch) that the sample uses.
-    rows: (*batch, n, 1), the rows that it uses in each of them. The same number in each.
+    rows: (*batch, n, 1), the rows that it uses in each of them.
     """
 
     matrices: tuple[slice, ...]
@@ -203,10 +189,9 @@ class Sample:
 
     @staticmethod
     def every(stride: int, left: Tensor, summed: Sequence[int]) -> "Sample":
-        """Return a sample of about every `stride`-th row of the operand.
+        """Return a sample of about every `stride`-th row of the operand, counted on from matrix to matrix.
 
-        It takes every n-th row of a matrix. If rows are few, it also skips whole matrices along the first of the summed
-        dimensions. The count of rows goes on from matrix to matrix, so that the first row differs between matrices.
+        If a matrix has few rows, the sample also skips whole matrices along the first of the summed dimensions.
         """
         *lead, length, _ = left.shape
         sparse, matrices = coprime(max(1, min(stride, length // 16)), length), tuple[slice, ...]()
@@ -236,10 +221,7 @@ def gains_from_bfloat16(factor: Tensor) -> bool:
 
 
 def gram_matrix(rows: Tensor) -> Tensor:
-    """Return the products of all rows with each other: (..., R, R) for rows (..., R, T).
-
-    The part that mirrors another one is copied, not multiplied.
-    """
+    """Return the products of all rows (..., R, T) with each other, each once: (..., R, R)."""
     count = rows.shape[-2]
     size = max(_PANEL_OF_ACCELERATOR if waits_for_launches(rows.device) else _PANEL, -(-count // _PANELS))
     if count <= size:

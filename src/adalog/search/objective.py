@@ -23,12 +23,9 @@ from adalog.quantizers.quantiles import ascending, thin
 from adalog.search.distinct import DistinctCandidates
 from adalog.search.forms import Change, ExactForm, Form, GramForm, LeadingForm, Sample, gains_from_bfloat16, same
 
-# A sample has at least this many elements per group, and at least as many rows as the caller asks for.
-_ROUGH_ELEMENTS = 3 << 14
-# A sample of a product's columns has at least this many columns.
-_COLUMNS = 16
-# From this many columns on, a Gram matrix is approximated by its leading directions.
-_WIDE = 192
+_ROUGH_ELEMENTS = 3 << 14  # at least, in each group of a sample
+_COLUMNS = 16  # at least, in a sample of a product's columns
+_WIDE = 192  # the columns from which on a Gram matrix is approximated by its leading directions
 # A weight's rows are sorted by their number of distinct candidates and scored in up to `_PARTS` parts, each with at
 # least `_ROWS_TOGETHER` rows.
 _PARTS, _ROWS_TOGETHER = 8, 32
@@ -44,7 +41,9 @@ class ProductError:
     form: the formula of the loss.
     own_dims: the dimensions of `left` that have losses of their own (rows of a weight, heads). The error is summed over
         all others.
-    mask, alike, stacked: as in `of`.
+    mask: the shape of `left`, 1 for elements that are quantized and 0 for the padding of a convolution.
+    alike: True if the rows of `left` are tokens, so that a sample can represent them all.
+    stacked: True if the first dimension counts products that are searched together.
     """
 
     left: Tensor
@@ -67,12 +66,8 @@ class ProductError:
     ) -> "ProductError":
         """Return the error of left @ right, given that the right operand is quantized to right_hat.
 
-        mask: the shape of `left`, 1 for elements that are quantized and 0 for the padding of a convolution.
-        alike: True if the rows of `left` are tokens, so that a sample can represent them all.
-        gram: True to use the Gram matrix; None: use it if that is cheaper. With it, the losses of a sample (`sample`)
-            are all too large by one constant, and the losses of the leading part (`leading`) are off by one constant in
-            each group.
-        stacked: True if the first dimension counts products that are searched together.
+        gram: True to use the Gram matrix; None: use it if that is cheaper. With it, the losses of `sample` and
+            `leading` are off by one constant in each group.
         """
         own = tuple(own_dims)
         left, right, right_hat = (at_least_float32(value) for value in (left, right, right_hat))  # squares overflow
@@ -85,11 +80,11 @@ class ProductError:
         return replace(self, form=self.form.in_bfloat16()) if gains_from_bfloat16(self.form.factor) else self
 
     def sample(self, rows: int, times: int = 1) -> "ProductError":
-        """Return the error on a sample of about `times` * `rows` tokens per loss, at even distances.
+        """Return the error on a sample of about `times` * `rows` tokens per loss, or the whole error of few tokens.
 
-        The sample is larger if `rows` tokens have fewer than `_ROUGH_ELEMENTS` elements. If there are few tokens, the
-        result is the whole error. Tokens are the rows of the operand if these are alike. If the rows are channels, a
-        few large ones decide, so they are not sampled: tokens are then the columns of the product.
+        The sample is larger if `rows` tokens have fewer than `_ROUGH_ELEMENTS` elements. Tokens are the rows of the
+        operand if these are alike. If the rows are channels, a few large ones decide, so they are not sampled: tokens
+        are then the columns of the product.
         """
         groups = math.prod(self.left.shape[dim] for dim in self.own_dims)
         if not self.alike:
@@ -106,10 +101,7 @@ class ProductError:
         return self._part(some.of_rows, some.of_matrices)
 
     def leading(self) -> "ProductError":
-        """Return the error of a weight by its Gram matrix's leading directions and the diagonal of the remainder.
-
-        If there are few columns or no Gram matrix, the result is the error itself.
-        """
+        """Return the error of a wide weight by the `LeadingForm` of its Gram matrix, else the error itself."""
         if not isinstance(self.form, GramForm) or not self._of_weight or self.left.shape[-1] < _WIDE:
             return self
         return replace(self, form=LeadingForm.of(self.form))
@@ -175,10 +167,9 @@ class ProductError:
     def loss_once(
         self, errors: Callable[[Tensor], Errors], snap: Callable[[Tensor], Tensor]
     ) -> Callable[[Tensor], Tensor]:
-        """Return a function with the same result as `loss_by` that scores candidates of a group once if they are equal.
+        """Return a function with the same result as `loss_by` that scores distinct candidates as `once` does.
 
-        Candidates are compared after `snap`. Rows of a weight with similar numbers of distinct candidates are scored
-        together. On an accelerator, which would have to wait for the numbers of distinct candidates, all are scored.
+        Rows of a weight with similar numbers of distinct candidates are scored together.
         """
         whole = self.loss_by(errors)
         by_rows = self._has_own_rows and not self.stacked
@@ -221,7 +212,7 @@ class ProductError:
 class OwnError:
     """The squared error of quantizing a sample itself, from one sort and prefix sums: O(levels log T) per candidate.
 
-    sample: (G, T), one row per group. A large sample is thinned (`thin`, with `stack`).
+    sample: (G, T); a large one is thinned (`thin`, with `stack`).
     """
 
     def __init__(self, sample: Tensor, stack: int = 1):

@@ -37,15 +37,17 @@ class Operand:
 
     @property
     def stack_size(self) -> int:
-        """The number of operands that are searched together."""
         return len(self.values) if self.stacked else 1
 
     def groups(self) -> Tensor:
         """Return the values as (G, T): one row per set of parameters."""
         own_dims = self.format.own_dims
         rest = [dim for dim in range(self.values.ndim) if dim not in own_dims]
-        size = math.prod(self.values.shape[dim] for dim in own_dims)
-        return self.values.permute(*own_dims, *rest).reshape(size, -1)
+        return self.values.permute(*own_dims, *rest).reshape(math.prod(self._groups_shape), -1)
+
+    @property
+    def _groups_shape(self) -> list[int]:
+        return [self.values.shape[dim] for dim in self.format.own_dims]
 
     def reshape(self, parameters: Tensor) -> Tensor:
         """Reshape parameters (k, *groups) to (k, ...), so that they broadcast against k candidates of the values."""
@@ -69,15 +71,13 @@ class Operand:
         quantizer = side.quantizer if isinstance(side, QuantizedTensor) else side
         if quantizer is None or quantizer.bits != self.format.bits:
             return None
-        shape = [self.values.shape[dim] for dim in self.format.own_dims]
-        point = self.format.point_of(quantizer)
+        point, shape = self.format.point_of(quantizer), self._groups_shape
         return None if point is None or point[0].numel() != math.prod(shape) else point.reshape(len(point), *shape)
 
     def box(self, reach: float) -> tuple[Tensor, Tensor]:
         """Return the corners (low, high) of the search space, each (P, *groups), as in `Format.box`."""
-        shape = [self.values.shape[dim] for dim in self.format.own_dims]
         low, high = self.format.box(self.groups(), reach, self.stack_size)
-        return low.reshape(len(low), *shape), high.reshape(len(high), *shape)
+        return low.reshape(len(low), *self._groups_shape), high.reshape(len(high), *self._groups_shape)
 
     def fake_quantize(self, side: Quantizer | QuantizedTensor | None) -> Tensor:
         """Return the values after quantization; the padding of a convolution stays as it is."""

@@ -7,20 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from adalog.quantizers import (
-    Assignment,
-    Fold,
-    QuantizedTensor,
-    Quantizer,
-    UniformQuantizer,
-    at_least_float32,
-    decibels,
-)
+from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer, UniformQuantizer, at_least_float32, decibels
 from adalog.search.forms import error_base
 from adalog.search.operand import Operand
 
-# The error is computed for this many outputs of a product at a time.
-_OUTPUTS = 1 << 20
+_OUTPUTS = 1 << 20  # of a product, whose errors are computed at a time
 
 Side = Quantizer | QuantizedTensor | None  # how an operand is quantized; None: it stays float
 
@@ -31,8 +22,7 @@ class Product:
 
     role: as in `Site.role`.
     right: transposed, (*batch, O, I), so that both operands have the summed dimension last.
-    fold: the fold of the norm before the product, already applied to the operands. This field and all others below are
-        optional.
+    fold: the fold of the norm before the product, already applied to the operands.
     shared: the quantizer that the fold's channels share.
     ordered: the operands as they are once everything before the site is quantized.
     weights: weights of the output's squared errors, in the shape of the output, (*batch, T, O).
@@ -68,10 +58,7 @@ class Product:
         return self._with_sqnr(first, right, *rows.rescale(factor))
 
     def output_power(self, first: Side, second: Side) -> tuple[float, float]:
-        """Return the sums of squares of the output, and of its error under these quantizers.
-
-        They are computed again in float64 if they overflow.
-        """
+        """Return the sums of squares of the output, and of its error under these quantizers."""
         powers = torch.zeros(2, dtype=torch.float64, device=self.left.values.device)
         for x, x_hat, w, w_hat in self._slices(first, second):
             error = output_error(x, x_hat, w, w_hat)
@@ -79,18 +66,16 @@ class Product:
         signal, noise = powers.tolist()
         if math.isfinite(signal + noise) or self.left.values.dtype == torch.float64:
             return signal, noise
+        # The squares overflow.
         wide = [replace(operand, values=operand.values.double()) for operand in (self.left, self.right)]
         return replace(self, left=wide[0], right=wide[1]).output_power(first, second)
 
     def refit(self, first: Side, second: Quantizer) -> QuantizedTensor:
-        """Return the weight's nearest codes, with scales that are refitted after rounding as in `refit_scales`."""
+        """Return the weight's nearest codes, with the scales of `refit_scales`."""
         return self.refit_scales(first, QuantizedTensor.nearest(self.right.values, second))
 
     def refit_scales(self, first: Side, stored: QuantizedTensor) -> QuantizedTensor:
-        """Refit the scale of each row to the least error of the output; the codes stay.
-
-        The error is quadratic in the scale of a row.
-        """
+        """Return the same codes with the scales of least error of the output, which is quadratic in a row's scale."""
         factor = self._row_powers(first, stored).best_factor()
         return stored.rescale(factor.to(stored.quantizer.scale.dtype))
 
@@ -154,10 +139,7 @@ class _RowPowers:
 
 
 def _power(values: Tensor) -> Tensor:
-    """Return the sum of squares, which overwrite the values.
-
-    The sums of rows are added in float64, without a float64 copy of all values.
-    """
+    """Return the sum of squares, which overwrite the values; it is float64 without a float64 copy of all values."""
     return values.square_().sum(-1).sum(dtype=torch.float64)
 
 

@@ -35,11 +35,10 @@ def fpcs(
 
     The first step scores a uniform grid of init[0] x init[1] x ... points. Each of the `steps` further steps divides
     the spacing of every hyperparameter by 2 z, and gives each parent its neighbours -z ... z in every hyperparameter.
-    These are `children` neighbours (8 is 3 x 3 - 1 in two dimensions, or -4 ... 4 without 0 in one). A parent keeps its
-    own loss, so it is never lost to a worse child. A step takes parents * children evaluations.
+    These are `children` neighbours (8 is 3 x 3 - 1 in two dimensions, or -4 ... 4 without 0 in one). Parents keep their
+    losses, so a step takes parents * children evaluations.
 
-    All points lie on the grid of the last step, at whole multiples of its spacing. A child of two parents is therefore
-    the same point to the bit.
+    All points lie on the grid of the last step, so a child of two parents is the same point to the bit.
 
     rough: a cheaper loss for all steps. `loss` then scores only the `parents` best points, and the best of these takes
         a `walk`.
@@ -68,12 +67,7 @@ def fpcs(
 
 
 def walk(loss: Loss, point: Tensor, spacing: Tensor, *, children: int = 8, moves: int = 4) -> tuple[Tensor, Tensor]:
-    """Move a point to its best neighbour ..., 8, 4, 2 and 1 spacings away, and return the last point with its loss.
-
-    A point without a better neighbour stays, so the result is never worse.
-
-    spacing: (P, *groups).
-    """
+    """Move a point to a better neighbour ..., 4, 2 and 1 spacings (P, *groups) away; return the last and its loss."""
     _, offsets = _neighbourhood(point, children)
     points, losses = point[None], loss(point[None])
     for stride in (2**move for move in reversed(range(moves))):
@@ -85,8 +79,7 @@ def walk(loss: Loss, point: Tensor, spacing: Tensor, *, children: int = 8, moves
 def rescale(loss: Loss, point: Tensor, which: Sequence[bool], *, rough: Loss | None = None) -> tuple[Tensor, Tensor]:
     """Return the best of this point and 32 others, with scales multiplied by factors within 4 %, then within 0.4 %.
 
-    which: one flag per hyperparameter, True if it is multiplied. A uniform quantizer keeps its zero point if both of
-        its bounds are multiplied. The points then lie on a line of scales, and the loss is jagged along that line.
+    which: True for each hyperparameter that is multiplied. The loss is jagged along the line of these points.
     rough: a cheaper loss, which leaves four points to `loss`.
     """
     steps = torch.tensor(which, dtype=point.dtype, device=point.device).view(-1, *(1 for _ in point.shape[1:]))
@@ -124,33 +117,25 @@ def grid_spacing(low: Tensor, high: Tensor, sizes: Sequence[int]) -> Tensor:
 def brute_force(
     loss: Loss, low: Tensor, high: Tensor, *, sizes: Sequence[int] = (128, 128), incumbent: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the best point of the uniform grid sizes[0] x sizes[1] x ..., and its loss: O(n**P) evaluations.
-
-    This is one of the paper's comparisons.
-    """
+    """Return the best point of the uniform grid sizes[0] x sizes[1] x ..., and its loss: O(n**P) evaluations."""
     points = grid(low, high, sizes)
     losses = torch.cat([loss(chunk) for chunk in points.split(128)])
     return _winner(loss, points, losses, incumbent)
 
 
 def alternating(
-    loss: Loss,
-    low: Tensor,
-    high: Tensor,
-    *,
-    sizes: Sequence[int] = (64, 64),
-    incumbent: Tensor | None = None,
+    loss: Loss, low: Tensor, high: Tensor, *, sizes: Sequence[int] = (64, 64), incumbent: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Search one hyperparameter at a time over its uniform grid, with the others fixed: O(n) evaluations.
 
-    This is one of the paper's comparisons. It starts from the incumbent, or from the box's outer corner (the widest
-    range).
+    It starts from the incumbent, or from the box's outer corner (the widest range).
     """
     best = torch.stack([low[0], *high[1:]]) if incumbent is None else incumbent
     best_loss = loss(best[None])[0]
     for axis, size in enumerate(sizes):
         points = best.expand(size, *best.shape).clone()
-        points[:, axis] = _line(low[axis], high[axis], size)
+        share = torch.linspace(0, 1, size, dtype=low.dtype, device=low.device).view(size, *(1 for _ in low.shape[1:]))
+        points[:, axis] = low[axis] + (high[axis] - low[axis]) * share
         best, best_loss = _winner(loss, points, loss(points), best)
     return best, best_loss
 
@@ -164,11 +149,6 @@ def _cells(sizes: Sequence[int], like: Tensor) -> Tensor:
     """Return the points of `grid` as whole multiples of its spacing: (prod(sizes), P, 1, ...)."""
     cells = torch.cartesian_prod(*(torch.arange(size, dtype=like.dtype, device=like.device) for size in sizes))
     return cells.view(-1, len(sizes), *(1 for _ in like.shape[1:]))
-
-
-def _line(low: Tensor, high: Tensor, size: int) -> Tensor:
-    share = torch.linspace(0, 1, size, dtype=low.dtype, device=low.device).view(size, *(1 for _ in low.shape))
-    return low + (high - low) * share
 
 
 def best_points(points: Tensor, losses: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,7 @@ from adalog.search.objective import ProductError
 from adalog.search.operand import Operand
 from adalog.search.product import Product
 
-# An integer table of 8 bits may raise the output's error by this factor, compared with float levels.
-_RISE = 1.03
+_RISE = 1.03  # the factor by which an integer table of 8 bits may raise the output's error
 # Bases and scales of an integer table are tried at these multiples of the base and scale for float levels.
 _FACTORS = (0.7, 0.8, 0.87, 0.94, 1.06, 1.13, 1.25, 1.4)
 
@@ -93,10 +92,7 @@ def _error(products: Sequence[Product], assignments: Sequence[Assignment]) -> Pr
 
 
 def _losses(error: ProductError, candidates: Sequence[tuple[LogQuantizer, ...]]) -> list[list[float]]:
-    """Return the errors of the outputs, for each of the candidates and each product of a stack.
-
-    On a CPU, candidates are scored one after another, because its cache holds one.
-    """
+    """Return the errors of the outputs, for each of the candidates and each product of a stack."""
 
     def errors(values: Tensor) -> Errors:
         def add(numbers: Tensor, dtype: torch.dtype) -> Tensor:
@@ -107,17 +103,14 @@ def _losses(error: ProductError, candidates: Sequence[tuple[LogQuantizer, ...]])
 
         return add
 
-    size = len(candidates) if waits_for_launches(error.left.device) else 1
+    size = len(candidates) if waits_for_launches(error.left.device) else 1  # the cache of a CPU holds one
     losses = [error.loss_by(errors)(numbers) for numbers in torch.arange(len(candidates)).split(size)]
     by_product: list[list[float]] = torch.cat(losses).view(len(candidates), -1).tolist()
     return by_product
 
 
 def _nearest(values: Tensor, candidates: Sequence[tuple[LogQuantizer, ...]]) -> Tensor:
-    """Return the values after quantization by each candidate: (K, *values.shape), with few operations on the device.
-
-    values: of one product, or of a stack of them.
-    """
+    """Return the values of a product or stack quantized by each candidate, in few operations: (K, *values.shape)."""
     count, stack = len(candidates), len(candidates[0])
     steps = [quantizer.steps() for group in candidates for quantizer in group]
     levels, cuts = (torch.stack(table).to(values.device) for table in zip(*steps, strict=True))
@@ -138,11 +131,10 @@ def _with_tables(
 ) -> list[LogQuantizer]:
     """Return the quantizers of a stack of products with tables of this width.
 
-    The headroom, base and scale are searched one after the other by the rough error. The headroom is one whose
-    accumulators fit in 32 bits, if there is any.
+    The headroom, base and scale are searched one after the other by the rough error. The accumulators fit in 32 bits if
+    they can. A quantizer keeps its base and scale unless others have a smaller exact error.
 
-    left: the left operand of any of the products. seconds: how the right operands are quantized. error: the exact
-    errors; a quantizer keeps its base and scale unless others have a smaller one.
+    left: the left operand of any of the products. seconds: how the right operands are quantized.
     """
     most = most_headroom(quantizers[0].bits, width, table=quantizers[0].table)
 
