@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from adalog.cli import main
 
@@ -48,14 +49,8 @@ def forked(*arguments, main=main, cwd=None, prepare=None, **environment):
     """
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("out", "error")]
-        given = (
-            main,
-            [str(each) for each in arguments],
-            cwd or Path.cwd(),
-            {**os.environ, **environment},
-            prepare,
-            *files,
-        )
+        words, variables = [str(each) for each in arguments], {**os.environ, **environment}
+        given = (main, words, cwd or Path.cwd(), variables, prepare, *files)
         process = forking().Process(target=_child, args=given)
         process.start()
         process.join(600)
@@ -97,6 +92,17 @@ def say(monkeypatch, capsys, *arguments, main=main):
     code, output, error = _inside(monkeypatch, capsys, arguments, main)
     assert (code or 0, error) == (0, "")
     return output
+
+
+def write_images(folder, labels):
+    """Write images of random values, 12 by 10 pixels, into a folder, with a table of their labels by file."""
+    draw = np.random.default_rng(0)
+    for name in labels:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draw.integers(0, 256, (10, 12, 3), dtype=np.uint8)).save(folder / name)
+    (folder / "labels.csv").write_text(
+        "\n".join(["file,label", *(f"{name},{label}" for name, label in labels.items())])
+    )
 
 
 ALONE = """

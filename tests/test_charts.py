@@ -21,9 +21,7 @@ def test_axes_reach_beyond_the_levels():
     assert linear.ends == pytest.approx((-1.85, 2.35))
     assert linear.place(torch.tensor([-9.0, 0.25, 9.0])).tolist() == pytest.approx([0, 0.5, 1])
     log = Axis.of(LogQuantizer(torch.tensor(2.0), 1, 1, 3, offset=0.17, keeps_offset=True))
-    assert log.logarithmic
-    assert log.high == pytest.approx(1.5)
-    assert log.lift == pytest.approx(0.17)
+    assert (log.logarithmic, log.high, log.lift) == (True, pytest.approx(1.5), pytest.approx(0.17))
     low, high = log.ends
     assert high == pytest.approx(2**1.5 - 0.17)
     assert log.place(torch.tensor([low - 1, low, 2 - 0.17, high])).tolist() == pytest.approx(
@@ -36,15 +34,8 @@ def test_numbers_are_short():
 
 
 def test_shades_change_at_the_steps():
-    assert [shade(value, SQNR_STEPS) for value in (40, 30, 29.9, 15, 10, 9.9, -3)] == [
-        "k0",
-        "k0",
-        "k1",
-        "k3",
-        "k4",
-        "k5",
-        "k5",
-    ]
+    shades = [shade(value, SQNR_STEPS) for value in (40, 30, 29.9, 15, 10, 9.9, -3)]
+    assert shades == ["k0", "k0", "k1", "k3", "k4", "k5", "k5"]
     assert [shade(value, SHARE_STEPS) for value in (0, 0.005, 0.099, 0.1, 1)] == ["k0", "k1", "k4", "k5", "k5"]
     assert [shade(value, SQNR_STEPS) for value in (None, float("inf"), float("nan"))] == ["kf"] * 3
 

@@ -9,16 +9,16 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 
 import adalog
 from adalog import Config, QuantizedModel, Search, artifact, library
+from adalog.cli.options import read_size
 from adalog.inputs import demo, zoo
 from adalog.inputs.images import ImageSet, find_images
 from adalog.runtime import EXECUTORS
 from adalog.study.evaluate import Contest
-from commands import call, refusal, run, say
+from commands import call, refusal, run, say, write_images
 
 # --- images of a folder ----------------------------------------------------------------------------------------------
 
@@ -44,13 +44,8 @@ def outputs(tmp_path_factory):
     """A classifier of seven classes, 28 images with labels, and its artifact of three bits."""
     folder = tmp_path_factory.mktemp("folder")
     (folder / "own.py").write_text(CLASSIFIER)
-    generator = np.random.default_rng(0)
-    for index in range(28):
-        path = folder / "images" / ("recorded" if index % 2 else "known") / f"{index}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(generator.integers(0, 256, (10, 12, 3), dtype=np.uint8)).save(path)
-    rows = [f"{'recorded' if index % 2 else 'known'}/{index}.png,{index % 7}" for index in range(28)]
-    (folder / "images" / "labels.csv").write_text("\n".join(["file,label", *rows]))
+    labels = {f"{'recorded' if index % 2 else 'known'}/{index}.png": index % 7 for index in range(28)}
+    write_images(folder / "images", labels)
     loaded = zoo.load_model(f"{folder / 'own.py'}:model")
     found = find_images(folder / "images")
     images = found.load(loaded.preprocessing)
@@ -132,12 +127,6 @@ def test_native_has_threads_of_its_own(folder, monkeypatch, capsys):
     assert alone == {"Compiled": True, "Sequential": False}
 
 
-def test_an_executor_that_is_none(folder, monkeypatch, capsys):
-    arguments = ["evaluate", folder / "out.safetensors", "--data", folder / "images", "--executor", "quick"]
-    told = f"error: executor = 'quick' is not one of {', '.join(EXECUTORS)}\n"
-    assert call(monkeypatch, capsys, *arguments) == (2, told)
-
-
 def test_vectors(folder, monkeypatch, capsys, tmp_path):
     file, images, out = folder / "out.safetensors", folder / "images", tmp_path / "new" / "vectors"
     site = adalog.load(file).ledger[0].site
@@ -147,12 +136,10 @@ def test_vectors(folder, monkeypatch, capsys, tmp_path):
     description = json.loads((out / "site.json").read_text())
     assert description["site"] == site
     assert np.load(out / "left_codes.npy").shape[0] == 2
-    code, error = call(monkeypatch, capsys, *arguments)
-    assert (code, error) == (2, f"error: {out} exists already: name a new folder, or remove it\n")
-    arguments[-1] = tmp_path / "other"
-    arguments[3] = "nothing"
-    code, error = call(monkeypatch, capsys, *arguments)
-    assert (code, error.startswith("error: site = 'nothing' is not one of the ")) == (2, True)
+    error = refusal(monkeypatch, capsys, *arguments)
+    assert error == f"error: {out} exists already: name a new folder, or remove it\n"
+    error = refusal(monkeypatch, capsys, *arguments, "--site", "nothing", "--out", tmp_path / "other")
+    assert error.startswith("error: site = 'nothing' is not one of the ")
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
@@ -197,37 +184,37 @@ def test_images_without_labels_are_compared(folder, monkeypatch, capsys):
     told = json.loads(say(monkeypatch, capsys, "evaluate", folder / "out.safetensors", *flat, *model, "--json", "-"))
     assert (told["images"], told["top1"], told["full_precision"]) == (14, None, None)
     assert 0 <= told["agreement"] <= 1
-    message = refusal(monkeypatch, capsys, "evaluate", folder / "out.safetensors", *flat)
-    assert "known has no labels: add them, or give --model to compare with" in message
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["out.safetensors"], "was not made from the bundled model, so the bundled images do not fit it: give"),
+        ("out.safetensors", "was not made from the bundled model, so the bundled images do not fit it: give"),
         (
-            ["bare.safetensors", "--data", "images"],
+            "bare.safetensors --data images",
             "does not record how to prepare images: give `adalog evaluate` a --model, or record it in Python with",
         ),
         (
-            ["wrong.safetensors", "--data", "images"],
+            "wrong.safetensors --data images",
             "inputs of shape (3, 8, 8), but the preprocessing of wrong.safetensors outputs (3, 9, 8): give",
         ),
+        ("out.safetensors --data some", "some has 2 subfolders, one per class, but out.safetensors has 7"),
         (
-            ["out.safetensors", "--data", "some"],
-            "some has 2 subfolders, one per class, but out.safetensors has 7",
+            "out.safetensors --data images --executor quick",
+            f"executor = 'quick' is not one of {', '.join(EXECUTORS)}\n",
         ),
-        (["out.safetensors", "--data", "more"], "label 7 is not a class of the model, 0 to 6"),
+        ("out.safetensors --data images/known", "known has no labels: add them, or give --model to compare with"),
+        ("out.safetensors --data more", "label 7 is not a class of the model, 0 to 6"),
         (
-            ["out.safetensors", "--data", "images", "--model", "demo"],
+            "out.safetensors --data images --model demo",
             "takes inputs of shape (3, 8, 8), but the preprocessing of demo outputs (3, 32, 32): give",
         ),
-        (["out.safetensors", "--data", "images", "--model", "own.py:other"], "cannot be compared"),
+        ("out.safetensors --data images --model own.py:other", "cannot be compared"),
         (
-            ["out.safetensors", "--data", "images", "--model", "own.py:wider"],
+            "out.safetensors --data images --model own.py:wider",
             "own.py:wider does not accept the images of out.safetensors: RuntimeError: mat1 and mat2",
         ),
-        (["out.safetensors", "--data", "images", "--device", "abacus"], "--device 'abacus' is not available"),
+        ("out.safetensors --data images --device abacus", "--device 'abacus' is not available"),
     ],
 )
 def test_images_that_do_not_go_with_the_artifact(folder, monkeypatch, capsys, arguments, told):
@@ -237,7 +224,7 @@ def test_images_that_do_not_go_with_the_artifact(folder, monkeypatch, capsys, ar
         shutil.copytree(folder / "images", some, ignore=shutil.ignore_patterns("*.csv"))
         shutil.copytree(folder / "images", more)
         (more / "labels.csv").write_text("file,label\nknown/0.png,0\nknown/2.png,7\nknown/4.png,1\n")
-    assert told in refusal(monkeypatch, capsys, "evaluate", *arguments)
+    assert told in refusal(monkeypatch, capsys, "evaluate", *arguments.split())
 
 
 def test_a_preprocessing_that_is_none_is_told(quantized, tmp_path, monkeypatch, capsys):
@@ -282,9 +269,8 @@ def test_quantize_a_folder(folder, tmp_path, monkeypatch, capsys):
     arguments = ["quantize", f"{folder / 'own.py'}:model", "--data", folder / "images", "--images", 9, "--seed", 3]
     arguments += ["--bits", "w3a4", "--method", "log2", "--pin", "3=8", "--threads", 1]
     text = say(monkeypatch, capsys, *arguments, "-o", tmp_path / "a")
-    told = say(
-        monkeypatch, capsys, *arguments, "-o", tmp_path / "b", "--checkpoint", tmp_path / "w.safetensors", "--json", "-"
-    )
+    more = ("-o", tmp_path / "b", "--checkpoint", tmp_path / "w.safetensors", "--json", "-")
+    told = say(monkeypatch, capsys, *arguments, *more)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "w.safetensors"}
     model, told = adalog.load(tmp_path / "a"), json.loads(told)
@@ -318,35 +304,24 @@ def test_what_is_left_of_an_earlier_run(recorded, tmp_path, monkeypatch, capsys,
     partial = tmp_path / "out.safetensors.partial"
     partial.write_text("left")
     arguments = ["quantize", "demo", "--out", tmp_path / "out.safetensors", *["--resume"] * resume]
-    code, message = call(monkeypatch, capsys, *arguments)
-    if resume:
-        assert (code, message, recorded["partial"]) == (2, "error: enough\n", partial)
-    else:
-        told = f"error: {partial} holds results of an unfinished run: continue it with --resume, or remove the file\n"
-        assert (code, message, recorded) == (2, told, {})
+    left = f"{partial} holds results of an unfinished run: continue it with --resume, or remove the file"
+    why = "enough" if resume else left
+    assert refusal(monkeypatch, capsys, *arguments) == f"error: {why}\n"
+    assert recorded.get("partial") == (partial if resume else None)
     assert partial.read_text() == "left"
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("2GiB", 2 << 30),
-        ("1.5 GB", 1_500_000_000),
-        ("500", 500),
-        pytest.param("512KiB", 512 << 10, marks=pytest.mark.slow),
-        pytest.param("3TB", 3 * 10**12, marks=pytest.mark.slow),
-        pytest.param("7 MB", 7_000_000, marks=pytest.mark.slow),
-    ],
-)
-def test_a_size_of_memory(recorded, monkeypatch, capsys, tmp_path, text, size):
-    code, _ = call(monkeypatch, capsys, "quantize", "demo", "--memory", text, "--out", tmp_path / "out")
-    assert (code, recorded["memory"]) == (2, size)
+def test_a_size_of_memory(recorded, monkeypatch, capsys, tmp_path):
+    call(monkeypatch, capsys, "quantize", "demo", "--memory", "1.5 GB", "--out", tmp_path / "out")
+    assert recorded["memory"] == 1_500_000_000
+    sizes = {"2GiB": 2 << 30, "500": 500, "512KiB": 512 << 10, "3TB": 3 * 10**12, "7 MB": 7_000_000}
+    assert {text: read_size(text) for text in sizes} == sizes
 
 
 @pytest.mark.parametrize("text", ["", "much", "-1GB", "2 gb", "1e9", "2GBs", "GiB", "1..5GB", "٣GB", "9" * 400])
 def test_what_is_no_size_of_memory(monkeypatch, capsys, tmp_path, text):
-    code, message = call(monkeypatch, capsys, "quantize", "demo", f"--memory={text}", "--out", tmp_path / "out")
-    assert (code, message) == (2, f"error: --memory {text!r} is not a size: give one like 2GiB, 1.5GB or 500MB\n")
+    message = refusal(monkeypatch, capsys, "quantize", "demo", f"--memory={text}", "--out", tmp_path / "out")
+    assert message == f"error: --memory {text!r} is not a size: give one like 2GiB, 1.5GB or 500MB\n"
 
 
 @pytest.mark.slow
@@ -370,6 +345,8 @@ def test_cost_of_a_model_and_of_its_artifact(folder, monkeypatch, capsys):
         told = json.loads(say(monkeypatch, capsys, "cost", target, "--json", "-"))
         assert (told["inputs"], told["macs"]) == ([[3, 8, 8]], 192 * 16 + 16 * 7)
         assert {row["right_bits"] for row in told["rows"] if row["role"] == "linear"} == {bits}
+        text = say(monkeypatch, capsys, "cost", target)
+        assert f"products: {told['macs']:,} MACs, {told['fixops']:,.0f} FixOPs" in text
 
 
 # --- a whole run -----------------------------------------------------------------------------------------------------
@@ -388,41 +365,40 @@ run_short = functools.partial(run, prepare=cut_short)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The bundled model in three bits: its file, and what `quantize` said."""
+    """The bundled model in three bits."""
     file = tmp_path_factory.mktemp("quantize") / "new" / "demo.safetensors"
     told = json.loads(run_short("quantize", "demo", "--bits", "w3a3", "--images", 8, "-o", file, "--json", "-"))
-    return file, told
-
-
-@pytest.mark.slow
-def test_quantize(made):
-    file, told = made
     assert (told["file"], told["bits"], told["method"]) == (str(file), "w3a3", "adalog")
     assert told["bytes"] == file.stat().st_size
     assert told["seconds"] > 0
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+    return file
 
 
 @pytest.fixture(scope="module")
 def judged(made):
     """What `evaluate` says of it."""
-    file, _ = made
-    report = file.parent.parent / "more" / "score.json"
-    text = run_short("evaluate", file, "--json", report)
-    return text, json.loads(report.read_text())
+    report = made.parent.parent / "more" / "score.json"
+    text = run_short("evaluate", made, "--json", report)
+    told = json.loads(report.read_text())
+    assert (told["file"], told["images"]) == (str(made), 200)
+    top1 = told["top1"]
+    assert 0.1 < top1["low"] < top1["value"] < top1["high"] < 1
+    assert 0.1 < told["agreement"] < 1
+    assert f"top-1 {100 * top1['value']:.1f} %" in text
+    return told
 
 
 @pytest.mark.slow
 def test_inspect(made, monkeypatch, capsys):
-    file, _ = made
-    told = json.loads(run("inspect", file, "--json", "-"))
+    told = json.loads(run("inspect", made, "--json", "-"))
     assert told["bits"] == "w3a3"
-    assert sum(told["bytes"].values()) == told["total_bytes"] == file.stat().st_size
+    assert sum(told["bytes"].values()) == told["total_bytes"] == made.stat().st_size
     assert told["float_sites"] == []
-    assert told == json.loads(json.dumps(artifact.inspect(file.read_bytes())))
-    text = say(monkeypatch, capsys, "inspect", file)
-    assert adalog.load(file).summary() in text
-    assert f"{file.stat().st_size:,} bytes in total" in text
+    assert told == json.loads(json.dumps(artifact.inspect(made.read_bytes())))
+    text = say(monkeypatch, capsys, "inspect", made)
+    assert adalog.load(made).summary() in text
+    assert f"{made.stat().st_size:,} bytes in total" in text
 
 
 @pytest.mark.slow
@@ -447,30 +423,6 @@ def test_inspect_an_artifact_by_bytes(quantized, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_cost(made, monkeypatch, capsys):
-    """The artifact has the MACs of the float model, of other bits."""
-    file, _ = made
-    told = json.loads(run("cost", file, "--json", "-"))
-    of_float = json.loads(say(monkeypatch, capsys, "cost", "demo", "--json", "-"))
-    assert told["macs"] == of_float["macs"] == of_float["fixops"] / 16
-    assert {row["right_bits"] for row in told["rows"] if row["role"] == "linear"} == {3}
-    assert told["size_bytes"]["codes"] == artifact.sizes(file.read_bytes())["codes"]
-    text = say(monkeypatch, capsys, "cost", file)
-    assert f"products: {told['macs']:,} MACs, {told['fixops']:,.0f} FixOPs" in text
-
-
-@pytest.mark.slow
-def test_evaluate(made, judged):
-    file, _ = made
-    text, told = judged
-    assert (told["file"], told["images"]) == (str(file), 200)
-    top1 = told["top1"]
-    assert 0.1 < top1["low"] < top1["value"] < top1["high"] < 1
-    assert 0.1 < told["agreement"] < 1
-    assert f"top-1 {100 * top1['value']:.1f} %" in text
-
-
-@pytest.mark.slow
 def test_demo(made, judged, tmp_path):
     """The artifact is that of `quantize`, and what is said of it what `evaluate` says."""
     out, report = tmp_path / "out", tmp_path / "report.json"
@@ -478,23 +430,19 @@ def test_demo(made, judged, tmp_path):
     told = json.loads(report.read_text())
     assert told["fp32"]["top1"] >= 0.8
     assert [(row["bits"], row["method"]) for row in told["rows"]] == [("w3a3", "adalog")]
-    for row in told["rows"]:
-        assert 0.1 < row["top1"] <= 1
-        assert row["seconds"] >= 0
-        assert f"{row['bytes']:,}" in text
-        assert row["method"] in text
+    (row,) = told["rows"]
+    assert 0.1 < row["top1"] <= 1
+    assert row["seconds"] >= 0
+    assert f"{row['bytes']:,}" in text
+    assert row["method"] in text
     assert sorted(path.name for path in out.iterdir()) == ["demo-w3a3.safetensors", "levels.png", "report.html"]
     assert (out / "levels.png").read_bytes().startswith(b"\x89PNG")
-    file, _ = made
-    assert (out / "demo-w3a3.safetensors").read_bytes() == file.read_bytes()
-    row, executor = told["rows"][0], told["rows"][0]["executor"]
+    assert (out / "demo-w3a3.safetensors").read_bytes() == made.read_bytes()
     page = (out / "report.html").read_text(encoding="utf-8")
     assert all(words in page for words in ("demo-w3a3.safetensors", f"{100 * row['top1']:.2f} %", "w3a3", "McNemar"))
+    score, executor = judged, row["executor"]
     assert executor == ("native" if library.levels() else None)
-    score = (
-        judged[1]
-        if executor is None
-        else json.loads(run_short("evaluate", file, "--executor", executor, "--json", "-"))
-    )
-    assert row["bytes"] == file.stat().st_size
+    if executor is not None:
+        score = json.loads(run_short("evaluate", made, "--executor", executor, "--json", "-"))
+    assert row["bytes"] == made.stat().st_size
     assert (row["top1"], row["agreement"]) == (score["top1"]["value"], score["agreement"])

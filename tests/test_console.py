@@ -24,8 +24,7 @@ def watched(at_once=1):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(6, ""), (30, "w4a4: about 4 minutes left\n"), (1500, "w4a4: about 3.8 hours left\n")],
+    ("seconds", "words"), [(6, ""), (30, "w4a4: about 4 minutes left\n"), (1500, "w4a4: about 3.8 hours left\n")]
 )
 def test_a_long_search_is_announced_after_its_first_site(clock, capsys, seconds, words):
     (watch,) = watched()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from adalog import Calibration, Config
+from adalog import Calibration, Config, artifact
 from adalog.graph.capture import capture
 from adalog.graph.operations import FLOAT_PRODUCTS, OPERATIONS, PRODUCTS
 from adalog.quantizers import LogQuantizer
@@ -58,23 +58,18 @@ def test_deit_tiny_is_20_1_billion():
     assert counts(found, "layer_norm") == [3 * 197 * 192] * 25
 
 
-def test_a_small_vit_by_hand():
-    pytest.importorskip("timm")
-    found = cost(captured("timm_vit")[1], TINY)
-    expected = vit_macs(32, 8, 48, 2, 3, 10)
-    assert {role: sum(counts(found, role)) for role in PRODUCT_ROLES} == expected
-    assert {(row.left_bits, row.right_bits) for row in found.products} == {(32, 32)}
-    assert found.fixops == 16 * found.macs
-    assert found.bops == 1024 * found.macs
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_macs_are_those_torch_counts(name):
-    """PyTorch's own counter, on a batch of three: cost is for one image."""
+    """PyTorch's own counter, on a batch of three: cost is for one image. All operands are float."""
     _, program = captured(name)
+    found = cost(program, TINY)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         program.run((IMAGES[:3],))
-    assert 2 * 3 * cost(program, TINY).macs == counter.get_total_flops()
+    assert 2 * 3 * found.macs == counter.get_total_flops()
+    assert {(row.left_bits, row.right_bits) for row in found.products} == {(32, 32)}
+    assert (found.fixops, found.bops) == (16 * found.macs, 1024 * found.macs)
+    if name == "timm_vit":
+        assert {role: sum(counts(found, role)) for role in PRODUCT_ROLES} == vit_macs(32, 8, 48, 2, 3, 10)
 
 
 # --- quantized models ------------------------------------------------------------------------------------------------
@@ -115,49 +110,25 @@ def test_bits_and_counts_of_every_product(mixed, as_printed):
             bits = (4, 5)
         assert (row.left_bits, row.right_bits) == bits
         assert row.bops == row.count * bits[0] * bits[1]
-    assert found.macs == found.integer_macs == cost(captured_float(mixed), TINY).macs
-    assert cost(captured_float(mixed), TINY).integer_macs == 0
+    float_cost = cost(replace(mixed.program, weights={}).unquantize()[0], TINY)
+    assert found.macs == found.integer_macs == float_cost.macs
+    assert float_cost.integer_macs == float_cost.table_bytes == 0
 
 
-def captured_float(model):
-    """The same operations without quantizers."""
-    tiny = replace(model.program, quantizers={}, weights={})
-    sources = {node.name: node.args[0].name for node in tiny.nodes if node.op == "adalog.fake_quantize"}
-    return replace(tiny, nodes=tuple(node.rename(sources) for node in tiny.nodes if node.name not in sources))
-
-
-def logarithmic(model):
-    return {name: each for name, each in model.program.quantizers.items() if isinstance(each, LogQuantizer)}
-
-
-def test_logarithmic_operands_are_looked_up(mixed):
-    found = cost(mixed.program, TINY)
-    elements, look_ups = by_name(found, "quantize"), by_name(found, "look-up")
-    assert look_ups.keys() == logarithmic(mixed).keys()
-    assert all(row.count == elements[name].count for name, row in look_ups.items())
-    assert counts(found, "shift") == []
-
-
-def test_as_printed_they_are_looked_up_twice_and_shifted(mixed):
-    found = cost(mixed.program, TINY, as_printed=True)
-    products = by_name(found, *PRODUCT_ROLES)
-    shifts = by_name(found, "shift")
-    assert shifts.keys() == {row.site for row in mixed.ledger if row.source in ("softmax", "gelu")}
+@pytest.mark.parametrize("as_printed", [False, True])
+def test_logarithmic_operands_are_looked_up(mixed, as_printed):
+    """As printed, twice, and their products are shifted; otherwise in tables of one or two bytes for each code."""
+    found = cost(mixed.program, TINY, as_printed=as_printed)
+    products, shifts = by_name(found, *PRODUCT_ROLES), by_name(found, "shift")
+    assert shifts.keys() == {row.site for row in mixed.ledger if as_printed and row.source in ("softmax", "gelu")}
     assert all(row.count == products[name].count and row.bops == 0 for name, row in shifts.items())
     elements, look_ups = by_name(found, "quantize"), by_name(found, "look-up")
-    assert look_ups.keys() == logarithmic(mixed).keys()
-    assert all(row.count == 2 * elements[name].count for name, row in look_ups.items())
-    assert found.table_bytes == 0
-
-
-def test_tables_in_memory(mixed):
-    """As many entries as codes, of one or two bytes."""
-    tables = [each.table_integers().numpy() for each in logarithmic(mixed).values()]
-    smallest = [table.astype("uint8" if table.max() < 256 else "uint16") for table in tables]
-    found = cost(mixed.program, TINY).table_bytes
-    assert found == sum(len(each.table_integers()) * each.width // 8 for each in logarithmic(mixed).values())
-    assert found >= sum(table.nbytes for table in smallest)
-    assert cost(captured_float(mixed), TINY).table_bytes == 0
+    quantizers = {name: each for name, each in mixed.program.quantizers.items() if isinstance(each, LogQuantizer)}
+    assert look_ups.keys() == quantizers.keys()
+    assert all(row.count == (1 + as_printed) * elements[name].count for name, row in look_ups.items())
+    tables = {} if as_printed else {name: each.table_integers() for name, each in quantizers.items()}
+    assert found.table_bytes == sum(len(table) * quantizers[name].width // 8 for name, table in tables.items())
+    assert found.table_bytes >= sum(len(table) * (1 if table.max() < 256 else 2) for table in tables.values())
 
 
 def test_what_stays_in_float(mixed):
@@ -212,6 +183,7 @@ def test_what_multiplies_after_the_softmax(calibration, fast, method, tables, bi
 
 
 def test_bytes(mixed):
+    """Codes, scales and zero points are those of the artifact, which may store floats in half the bytes."""
     found = cost(mixed.program, TINY)
     weights = mixed.program.weights
     assert found.size_bytes["codes"] == sum(math.ceil(weight.codes.numel() * 5 / 8) for weight in weights.values())
@@ -219,19 +191,11 @@ def test_bytes(mixed):
     assert (found.size_bytes["scale"], found.size_bytes["zero_point"]) == (4 * channels, channels)
     floats = [value for name, value in mixed.program.tensors.items() if name not in weights]
     assert found.size_bytes["float"] == sum(4 * value.numel() for value in floats)
-    stored = sum(found.size_bytes[part] for part in ("codes", "scale", "zero_point"))
-    assert sum(row.weight_bytes for row in found.rows) == stored
-
-
-def test_the_parts_of_the_file(mixed):
-    """Codes, scales and zero points are those of the artifact; it may store floats in half the bytes."""
-    from adalog import artifact
-
-    parts = artifact.sizes(serialise(mixed))
-    found = cost(mixed.program, TINY).size_bytes
-    for part in ("codes", "scale", "zero_point"):
-        assert parts[part] == found[part]
-    assert found["float"] / 2 <= parts["float"] <= found["float"]
+    stored = {part: found.size_bytes[part] for part in ("codes", "scale", "zero_point")}
+    assert sum(row.weight_bytes for row in found.rows) == sum(stored.values())
+    in_file = artifact.sizes(serialise(mixed))
+    assert {part: in_file[part] for part in stored} == stored
+    assert found.size_bytes["float"] / 2 <= in_file["float"] <= found.size_bytes["float"]
 
 
 # --- what multiplies, and what does not ------------------------------------------------------------------------------
@@ -255,24 +219,15 @@ def test_every_operation_is_counted_or_free():
     assert {op.removeprefix("aten.").split(".")[0] for op in free} == set(FREE.split())
 
 
-class Functions(nn.Module):
-    def forward(self, x):
-        x = torch.nn.functional.rms_norm(x, (8,)) + torch.nn.functional.elu(x) + x.square() + torch.rsqrt(x.abs() + 1)
-        return nn.functional.glu(x) + x.std(-1, correction=1, keepdim=True)
+def functions(_, x):
+    x = nn.functional.rms_norm(x, (8,)) + nn.functional.elu(x) + x.square() + torch.rsqrt(x.abs() + 1)
+    return nn.functional.glu(x) + x.std(-1, correction=1, keepdim=True)
 
 
 def test_multiplications_of_functions():
-    found = cost(capture(Functions(), torch.randn(2, 5, 8)), [(5, 8)])
+    found = cost(capture(Toy(functions), torch.randn(2, 5, 8)), [(5, 8)])
     names = ("rms_norm", "elu", "square", "rsqrt", "glu", "std")
     assert [sum(counts(found, name)) for name in names] == [3 * 40, 40, 40, 40, 20, 40]
-
-
-class Computed(nn.Linear):
-    def __init__(self):
-        super().__init__(8, 3)
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.weight.abs(), self.bias)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +236,7 @@ class Computed(nn.Linear):
         (nn.Conv1d(4, 6, 3, groups=2), (4, 9), 6 * 7 * 2 * 3),
         (nn.Conv3d(2, 3, (1, 2, 3), padding=(0, 0, 1)), (2, 4, 5, 6), 3 * 4 * 4 * 6 * 2 * 6),
         (nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), (4, 5, 7), 4 * 5 * 7 * 3 * 9),
-        (Computed(), (5, 8), 5 * 8 * 3),
+        (Toy(lambda m, x: nn.functional.linear(x, m.layer.weight.abs()), layer=nn.Linear(8, 3)), (5, 8), 5 * 8 * 3),
     ],
 )
 def test_products_that_are_no_sites(layer, shape, macs):
@@ -344,12 +299,8 @@ def test_a_weight_that_serves_twice_is_stored_once():
     st.lists(
         st.builds(
             CostRow,
-            st.text("ab", max_size=2),
-            st.sampled_from([*PRODUCT_ROLES, "gelu", "shift", "quantize"]),
-            st.integers(0, 10**12),
-            st.integers(0, 32),
-            st.integers(0, 32),
-            st.integers(0, 10**6),
+            *(st.text("ab", max_size=2), st.sampled_from([*PRODUCT_ROLES, "gelu", "shift", "quantize"])),
+            *(st.integers(0, most) for most in (10**12, 32, 32, 10**6)),
         )
     )
 )
@@ -387,16 +338,12 @@ def test_json(mixed):
 
 
 def test_inputs_have_the_types_that_they_were_made_with():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(4, 2)
-
+    class Masked(nn.Linear):
         def forward(self, x, mask):
-            return self.head(x.masked_fill(mask, 0.0))
+            return super().forward(x.masked_fill(mask, 0.0))
 
     given = torch.randn(2, 3, 4), torch.zeros(2, 3, 4, dtype=torch.bool)
-    program = capture(Masked().eval(), given)
+    program = capture(Masked(4, 2).eval(), given)
     assert counts(cost(program, given), "linear") == [3 * 4 * 2]
     with pytest.raises(ValueError, match=r"shape \(3, 4\), \(3, 4\)"):
         cost(program, [(3, 4), (3, 4)])

@@ -26,8 +26,4 @@ def test_what_is_made_by_a_correction_has_a_file_of_its_own():
 
 def test_the_bundled_model_is_an_attribute_of_the_package():
     """In a process where nothing has imported it before."""
-    code = "import adalog; print(adalog.demo.load_model.__name__)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        == "load_model\n"
-    )
+    subprocess.run([sys.executable, "-c", "import adalog; adalog.demo.load_model"], check=True)

@@ -61,7 +61,7 @@ def subject(content):
     return subject_of(content, images=4)
 
 
-def told_of(rows, quantized, measure="kl", images=256):
+def told_of(rows, quantized):
     """The JSON of `adalog sensitivity` of this model with these rows: (sites, operand, bits, loss)."""
     kinds, macs = {}, {row.name: row.count for row in cost(quantized.program, quantized.example).products}
     for sites, operand, _, _ in rows:
@@ -71,7 +71,7 @@ def told_of(rows, quantized, measure="kl", images=256):
         for sites, operands in kinds.items()
     )
     found = tuple(Row(sites[0], operand, bits, loss, (bits,) * len(sites)) for sites, operand, bits, loss in rows)
-    return Sensitivity(measure, images, units, found, "0" * 64, _choices(quantized.config)).to_json()
+    return Sensitivity("kl", 256, units, found, "0" * 64, _choices(quantized.config)).to_json()
 
 
 def losses_of(quantized):
@@ -99,19 +99,12 @@ def measured(quantized, digest, tmp_path_factory):
     answers = torch.eye(8)[torch.arange(40) % 8]
     judged = score(answers, torch.arange(40) % 7, answers.roll(1, 0))
     sites = artifact.describe(quantized.quantized)["sites"]
+    row = {"executor": "native", "batch": 4, "cpu_ms": 8.0, "wall_ms": 9.0, "images_per_second": 444.4, "repeats": 5}
+    rows, file = [row | {"weight_bytes": 7, "load_seconds": None}], "where/it/lies.safetensors"
     told = {
-        "evaluation": {"file": "where/it/lies.safetensors", "executor": None, "reference": "demo", **asdict(judged)}
+        "evaluation": {"file": file, "executor": None, "reference": "demo", **asdict(judged)}
         | {"full_precision": asdict(judged), "sites": sites},
-        "bench": {
-            "file": "where/it/lies.safetensors",
-            "sha256": digest,
-            "threads": 1,
-            "rows": [
-                {"executor": "native", "batch": 4, "cpu_ms": 8.0, "wall_ms": 9.0, "images_per_second": 444.4}
-                | {"repeats": 5, "weight_bytes": 7, "load_seconds": None}
-            ],
-            "absent": {"torch": "no reason"},
-        },
+        "bench": {"file": file, "sha256": digest, "threads": 1, "rows": rows, "absent": {"torch": "no reason"}},
         "sensitivity": losses_of(quantized.quantized),
     }
     for name, value in told.items():
@@ -162,8 +155,7 @@ def test_a_page_asks_nothing_of_a_network(whole, subject, twin_content):
 
 
 def test_the_same_input_gives_the_same_bytes(whole, content, measured, digest):
-    made = report_of(subject_of(content, images=4), measured, digest)
-    assert made == whole
+    assert report_of(subject_of(content, images=4), measured, digest) == whole
 
 
 def test_what_a_screen_reader_needs(whole):
@@ -265,11 +257,9 @@ def test_eight_bits_and_float(tiniest, images):
     counts = torch.bincount(head.weight.codes.flatten().int(), minlength=256)
     assert head.code_counts.tolist() == counts.reshape(BARS, 4).sum(1).tolist()
     page = Page(report(subject))
-    (line,) = (line for line in page.lines if line[1] == "blocks.0.mlp.fc1")
-    assert line[4] == "float × float"
-    assert line[7] == "–"
-    (line,) = (line for line in page.lines if line[1] == "patch_embed.conv1")
-    assert line[4] == "float × 8"
+    lines = {line[1]: line for line in page.lines}
+    assert lines["blocks.0.mlp.fc1"][4:8:3] == ["float × float", "–"]
+    assert lines["patch_embed.conv1"][4] == "float × 8"
     why = re.findall(r"<tr><td>stays float</td><th scope=.row.>(.*?)</th><td>(.*?)</td></tr>", report(subject).decode())
     assert why == [
         ("blocks.0.mlp.fc1", "pinned at 32 bits"),
@@ -279,16 +269,11 @@ def test_eight_bits_and_float(tiniest, images):
 
 
 def test_a_ledger_that_names_other_sites_is_shown_as_it_is(content):
-    def change(header):
-        header["ledger"] = [["nowhere", "linear", "other", "some", "words", {"float": "nan"}]]
-
-    page = Page(report(subject_of(rebuilt(content, change))))
-    (line,) = page.lines
-    assert line[1:8] == ["nowhere", "linear", "other", "? × ?", "some", "words", "–"]
-
-
-def test_a_ledger_may_be_empty(content):
-    assert Page(report(subject_of(rebuilt(content, lambda header: header.update(ledger=[]))))).lines == []
+    """Or as empty as it is."""
+    row = ["nowhere", "linear", "other", "some", "words", {"float": "nan"}]
+    for ledger, expected in (([], []), ([row], [["nowhere", "linear", "other", "? × ?", "some", "words", "–"]])):
+        file = rebuilt(content, lambda header, ledger=ledger: header.update(ledger=ledger))
+        assert [line[1:8] for line in Page(report(subject_of(file))).lines] == expected
 
 
 def test_a_program_that_nothing_here_would_make_is_refused(content):
@@ -304,18 +289,11 @@ def test_a_program_that_nothing_here_would_make_is_refused(content):
 
 
 def test_what_is_measured_is_shown(whole, subject):
-    text = Page(whole).text
-    for words in (
-        "17.50 %",
-        "McNemar's exact test",
-        "lies.safetensors",
-        "native",
-        "2.25 ms",
-        "torch was not measured: no reason",
-    ):
+    text, bare = Page(whole).text, Page(report(subject)).text
+    evaluated, timed = ("17.50 %", "McNemar's exact test", "lies.safetensors"), ("native", "2.25 ms")
+    for words in (*evaluated, *timed, "torch was not measured: no reason"):
         assert words in text
     assert "where/it" not in text
-    bare = Page(report(subject)).text
     assert "--evaluation EVALUATION" in bare
     assert "--bench TIMES" in bare
 
@@ -424,21 +402,22 @@ def test_the_command_writes_the_page(file, measured, monkeypatch, capsys, whole)
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["none"], "none cannot be read: No such file or directory"),
-        (["odd.json"], "odd.json is not an adalog artifact"),
-        (["detector"], "holds a detector, which only"),
-        (["FILE", "odd.json"], "odd.json is not an adalog artifact"),
-        (["FILE", "--evaluation", "odd.json"], "odd.json is not the JSON of `adalog evaluate`"),
-        (["FILE", "--bench", "odd.json"], "odd.json is not the JSON of `adalog bench`"),
-        (["FILE", "--sensitivity", "odd.json"], "is not the JSON of `adalog sensitivity`"),
-        (["FILE", "--bench", "."], ". cannot be read: not a regular file"),
-        (["FILE", "--sensitivity", "FILE"], "is not the JSON of `adalog sensitivity`"),
-        (["FILE", "FILE", "--bench", "odd.json"], "--bench does not apply to a comparison"),
-        (["FILE", "FILE", "--data", "."], "--data does not apply to a comparison"),
-        (["FILE", "FILE", "--images", "3"], "--images does not apply to a comparison"),
-        (["FILE", "--images", "3"], "has none of its own: give --data FOLDER"),
-        (["FILE", "-o", "FILE"], "is also an input or another output"),
-        (["FILE", "--data", "."], ". has no images"),
+        ("none", "none cannot be read: No such file or directory"),
+        ("odd.json", "odd.json is not an adalog artifact"),
+        ("detector", "holds a detector, which only"),
+        ("FILE odd.json", "odd.json is not an adalog artifact"),
+        ("FILE --evaluation odd.json", "odd.json is not the JSON of `adalog evaluate`"),
+        ("FILE --bench odd.json", "odd.json is not the JSON of `adalog bench`"),
+        ("FILE --sensitivity odd.json", "is not the JSON of `adalog sensitivity`"),
+        ("FILE --bench .", ". cannot be read: not a regular file"),
+        ("FILE --sensitivity FILE", "is not the JSON of `adalog sensitivity`"),
+        ("FILE FILE --bench odd.json", "--bench does not apply to a comparison"),
+        ("FILE FILE --data .", "--data does not apply to a comparison"),
+        ("FILE FILE --seed 3", "--seed does not apply to a comparison"),
+        ("FILE FILE --images 3", "--images does not apply to a comparison"),
+        ("FILE --images 3", "has none of its own: give --data FOLDER"),
+        ("FILE -o FILE", "is also an input or another output"),
+        ("FILE --data .", ". has no images"),
     ],
 )
 def test_bad_input_is_told_in_one_line(file, monkeypatch, capsys, arguments, why):
@@ -446,7 +425,7 @@ def test_bad_input_is_told_in_one_line(file, monkeypatch, capsys, arguments, why
 
     Path("odd.json").write_text('{"rows": 3}')
     save_file({"a": torch.ones(1)}, "detector", {artifact.DETECTOR: "{}"})
-    assert why in refusal(monkeypatch, capsys, "report", *(file if each == "FILE" else each for each in arguments))
+    assert why in refusal(monkeypatch, capsys, "report", *arguments.replace("FILE", file).split())
     assert not Path("report.html").exists()
 
 

@@ -48,47 +48,46 @@ def subject(content):
     return subject_of(content)
 
 
+@pytest.fixture
+def shown(page, subject):
+    return page(report(subject))
+
+
 def heading(key):
     return f"document.querySelector('#sites th[data-key={key}]')"
 
 
-def test_headings_sort(page, subject):
-    shown = page(report(subject))
+def test_headings_sort(shown, subject):
     order = [site.row.site for site in subject.sites]
     assert shown.value(NAMES) == order
-    shown.value(f"{heading('sqnr')}.querySelector('button').click()")
     by_sqnr = [site.row.site for site in sorted(subject.sites, key=lambda site: site.row.sqnr)]
-    assert shown.value(NAMES) == by_sqnr
-    assert shown.value(f"{heading('sqnr')}.getAttribute('aria-sort')") == "ascending"
-    shown.value(f"{heading('sqnr')}.querySelector('button').click()")
-    assert shown.value(NAMES) == by_sqnr[::-1]
-    assert shown.value(f"{heading('sqnr')}.getAttribute('aria-sort')") == "descending"
+    for way, names in (("ascending", by_sqnr), ("descending", by_sqnr[::-1])):
+        shown.value(f"{heading('sqnr')}.querySelector('button').click()")
+        assert shown.value(NAMES) == names
+        assert shown.value(f"{heading('sqnr')}.getAttribute('aria-sort')") == way
     shown.value(f"{heading('number')}.querySelector('button').click()")
     assert shown.value(NAMES) == order
     assert shown.value("document.querySelectorAll('th[aria-sort]').length") == 1
 
 
-def test_rows_are_filtered(page, subject):
-    shown = page(report(subject))
-    typed = (
-        "const typed = document.getElementById('filter'); typed.value = '{}'; typed.dispatchEvent(new Event('input'))"
-    )
-    shown.value("{" + typed.format("BLOCKS.1 softmax") + "}")
+def test_rows_are_filtered(shown, subject):
+    def enter(control, text):
+        found = f"const control = document.getElementById('{control}'); control.value = '{text}'"
+        shown.value(f"{{{found}; control.dispatchEvent(new Event('input'))}}")
+
+    enter("filter", "BLOCKS.1 softmax")
     assert shown.value(NAMES) == ["blocks.1.attn.av"]
     assert shown.value("document.getElementById('count').textContent") == f"1 of {len(subject.sites)} sites"
-    shown.value("{" + typed.format("") + "}")
-    chosen = "const role = document.getElementById('role'); role.value = 'qk'; role.dispatchEvent(new Event('input'))"
-    shown.value("{" + chosen + "}")
+    enter("filter", "")
+    enter("role", "qk")
     assert shown.value(NAMES) == ["blocks.0.attn.qk", "blocks.1.attn.qk"]
 
 
-def test_a_cell_under_the_pointer_or_in_focus_is_told(page, subject):
-    shown = page(report(subject))
+def test_a_cell_under_the_pointer_or_in_focus_is_told(shown, subject):
     cell = "document.querySelectorAll('.cell')[4]"
     assert shown.value("document.getElementById('hover').hidden")
-    x, y = shown.value(
-        f"{{const box = {cell}.getBoundingClientRect(); [box.x + box.width / 2, box.y + box.height / 2]}}"
-    )
+    middle = "[box.x + box.width / 2, box.y + box.height / 2]"
+    x, y = shown.value(f"{{const box = {cell}.getBoundingClientRect(); {middle}}}")
     shown.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     told = "document.getElementById('hover').hidden ? '' : document.getElementById('hover').textContent"
     row = subject.sites[4].row
@@ -102,8 +101,7 @@ def test_a_cell_under_the_pointer_or_in_focus_is_told(page, subject):
     assert shown.value(told) == ""
 
 
-def test_a_link_opens_its_site(page, subject):
-    shown = page(report(subject))
+def test_a_link_opens_its_site(shown):
     assert shown.value("document.querySelectorAll('details[open]').length") == 0
     shown.value("document.querySelectorAll('.cell')[3].dispatchEvent(new MouseEvent('click'))")
     shown.value("new Promise((done) => setTimeout(done, 100))")
@@ -153,6 +151,5 @@ def test_hostile_names_are_text(page, content):
 
 
 def test_a_file_that_quantize_wrote(page, content):
-    assert artifact.deserialise(content).ledger[0].site in page(
-        report(examine("a", content, artifact.deserialise(content)))
-    ).value("document.body.textContent")
+    model = artifact.deserialise(content)
+    assert model.ledger[0].site in page(report(examine("a", content, model))).value("document.body.textContent")

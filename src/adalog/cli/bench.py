@@ -10,8 +10,8 @@ import typer
 import adalog
 from adalog import hub
 from adalog.cli import views
-from adalog.cli.console import check_outputs, emit_json, say, waiting
-from adalog.cli.options import CheckpointOption, JsonOption, NoPretrainedOption, thread_count
+from adalog.cli.console import check_outputs, show, waiting
+from adalog.cli.options import CheckpointOption, JsonOption, NoPretrainedOption, check_choice, thread_count
 from adalog.cli.targets import load_model, naming_file, source_of
 from adalog.inputs import zoo
 from adalog.runtime import EXECUTORS
@@ -52,9 +52,8 @@ def command(
         raise ValueError("--checkpoint and --no-pretrained apply to the full-precision model: add --model")
     available, missing = executors_here()
     executors = list(dict.fromkeys(executor)) if executor else available
-    unknown = [name for name in executors if name not in (FAKE, *EXECUTORS)]
-    if unknown:
-        raise ValueError(f"--executor {unknown[0]!r} is not one of {', '.join((FAKE, *EXECUTORS))}")
+    for name in executors:
+        check_choice("--executor", name, (FAKE, *EXECUTORS))
     adalog.load(file)  # refuses a wrong file before the full-precision model is loaded
     full = None if model is None else load_model(model, no_pretrained, checkpoint).module
     count = thread_count(threads)
@@ -65,6 +64,4 @@ def command(
         )
     digest = hashlib.sha256(hub.locate(str(file)).read_bytes()).hexdigest()
     facts = {"file": str(file), "sha256": digest, "threads": count, "rows": rows, "absent": {} if executor else missing}
-    if json_out != "-":
-        say(*views.times(facts))
-    emit_json(facts, json_out)
+    show(facts, json_out, *views.times(facts))

@@ -19,7 +19,7 @@ from adalog.inputs import zoo
 from adalog.inputs.images import ImageSet
 from adalog.quantizers import FLOAT_BITS
 from adalog.study import sensitivity
-from adalog.study.budget import Budget, BudgetedModel, quantize_within
+from adalog.study.budget import Budget, quantize_within
 from adalog.study.cost import BOPS_PER_FIXOP
 from adalog.study.sensitivity import Measure, Sensitivity
 
@@ -113,21 +113,15 @@ def quantize(
             losses = measure(calibrated, config, sorted({*sensitivity.WIDTHS, *own_widths}), progress, setup, alone)
         resources = setup.resources(partial, progress, "calibrating", config.bits)
         model = quantize_within(calibrated.calibration, config, losses, budget, resources, notes=calibrated.notes)
-    note(describe_plan(model, losses))
+    loss = model.plan.totals.loss
+    note(
+        f"bits chosen on {losses.images} images: {model.bytes:,} bytes, {model.bops:,} BOPs per image, "
+        f"predicted {'KL divergence' if losses.measure == 'kl' else losses.measure} {loss:.4g}"
+    )
     widths_of = {name: dict(bits) for name, bits in model.plan.widths.items()}
-    plan = {"bytes": model.bytes, "bops": model.bops, "foretold": model.plan.totals.loss, "widths": widths_of}
-    return model.model.cpu(), plan
+    return model.model.cpu(), {"bytes": model.bytes, "bops": model.bops, "foretold": loss, "widths": widths_of}
 
 
 def _check_kl(measure: Measure) -> None:
     if measure != "kl":
         raise DataError("--max-kl needs a model that outputs logits: use --budget or --target-bops for this model")
-
-
-def describe_plan(model: BudgetedModel, losses: Sensitivity) -> str:
-    """Describe a plan in one line of text."""
-    loss = "KL divergence" if losses.measure == "kl" else losses.measure
-    return (
-        f"bits chosen on {losses.images} images: {model.bytes:,} bytes, {model.bops:,} BOPs per image, "
-        f"predicted {loss} {model.plan.totals.loss:.4g}"
-    )

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import adalog
 from adalog import artifact, export, files
-from adalog.cli.console import FAILED, check_outputs, emit_json, image_progress, progress_bar, quiet, say
-from adalog.cli.options import JsonOption
+from adalog.cli.console import FAILED, check_outputs, image_progress, progress_bar, quiet, show
+from adalog.cli.options import JsonOption, check_choice
 from adalog.cli.targets import bundled_images, check_count, find_preprocessing, naming_file
 from adalog.inputs.images import find_images
 from adalog.runtime import EXECUTORS
@@ -47,9 +47,8 @@ def command(
     The exit code is 1 if the two differ by more than rounding explains.
     """
     check_outputs(out, json_out, reads=(file, exported, data))
-    for option, name, names in (("--engine", engine, export.ENGINES), ("--executor", executor, EXECUTORS)):
-        if name not in names:
-            raise ValueError(f"{option} {name!r} is not one of {', '.join(names)}")
+    check_choice("--engine", engine, export.ENGINES)
+    check_choice("--executor", executor, EXECUTORS)
     content, package = artifact.read(file), artifact.read(exported)
     quantized = adalog.QuantizedModel(artifact.deserialise(content, str(file)))
     if data is None:
@@ -81,10 +80,7 @@ def command(
     page = f"{certificate.text()}\nprocessor: {processor()}"
     if out is not None:
         files.write_whole(out, f"{page}\n".encode())
-    if json_out != "-":
-        say(page)
-    emit_json(
-        {"artifact": str(file), "export": str(exported), **certificate.json(), "processor": processor()}, json_out
-    )
+    record = {"artifact": str(file), "export": str(exported), **certificate.json(), "processor": processor()}
+    show(record, json_out, page)
     if not certificate.passed:
         raise typer.Exit(FAILED)

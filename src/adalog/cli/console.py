@@ -22,7 +22,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
@@ -77,18 +77,14 @@ def script_app(command: Callable[..., None]) -> typer.Typer:
 
 
 def run_script(name: str, command: Callable[..., None], *, shared: bool = False) -> None:
-    """Run a program that has this command only, as `run` runs `adalog`.
-
-    shared: whether it may run as several processes.
-    """
+    """Run a program that has this command only, as `run` does. shared: whether it may run as several processes."""
     run(script_app(command), name, [name] if shared else [])
 
 
 def run(app: Callable[..., Any], command: str, shared: Sequence[str]) -> None:
     """Run the command line `app`; turn an error into one line on standard error and an exit code.
 
-    command: the name of the command, or "" if there is none.
-    shared: commands that may run as several processes. Other commands fail before a process waits for the others.
+    command: its name, or "" for none. shared: commands that may run as several processes; others fail at once.
     """
     torch.set_num_threads(1)  # adalog runs sites and batches in parallel instead, which scales better
     if sys.stdout is None:
@@ -166,18 +162,14 @@ def _explain(error: BaseException, debug: bool) -> int:
         return FAILED
     if debug:
         traceback.print_exception(error)
-    if isinstance(error, RankError):
-        _complain("failed", str(error))
-        return FAILED
-    if isinstance(error, (AdalogError, ValueError)):
+    if isinstance(error, (AdalogError, ValueError)) and not isinstance(error, RankError):
         _complain("error", str(error))
         return BAD_INPUT
     if isinstance(error, StdoutError):
         # Python flushes standard output at exit, which would fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _complain("failed", str(error))
-        return FAILED
-    _complain("failed", f"{type(error).__name__}: {error}")
+    foreseen = isinstance(error, (RankError, StdoutError))
+    _complain("failed", str(error) if foreseen else f"{type(error).__name__}: {error}")
     return FAILED
 
 
@@ -221,6 +213,13 @@ def emit_json(result: Any, target: str | None) -> None:
         write_file(Path(target), f"{text}\n".encode())
 
 
+def show(result: Any, json_out: str | None, *texts: str | Table) -> None:
+    """Print the texts of a result, unless standard output takes its JSON; write the JSON as `emit_json` does."""
+    if json_out != "-":
+        say(*texts)
+    emit_json(result, json_out)
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Write a file, all or nothing, on the first rank only."""
     if job().first:
@@ -230,35 +229,29 @@ def write_file(path: Path, content: bytes) -> None:
 def check_outputs(*paths: Path | str | None, reads: Sequence[Path | str | None] = ()) -> None:
     """Raise DataError if an output cannot be written, or is also an input (`reads`) or another output.
 
-    An output must not overwrite a file inside an input folder, except partial files of unfinished runs. Commands call
-    this before any long work. None and '-' mean no file.
+    An output must not overwrite a file inside an input folder, except partial files. None and '-' mean no file.
     """
-    resolved = {os.path.realpath(path) for path in reads if path is not None}
-    folders = [Path(path) for path in resolved if Path(path).is_dir()]
+    resolved = {Path(os.path.realpath(path)) for path in reads if path is not None}
+    folders = [path for path in resolved if path.is_dir()]
     for path in paths:
-        if path is not None and path != "-":
-            if str(path) == "-":  # a Path: only JSON goes to standard output
-                raise DataError("an output named - is not written to standard output: give the name of a file")
-            files.check_writable(Path(path))
-            if os.path.realpath(path) in resolved:
-                raise DataError(f"{path} is also an input or another output of this command: choose another file")
-            real = Path(os.path.realpath(path))
-            if (
-                real.is_file()
-                and real.suffix != ".partial"
-                and (within := next((folder for folder in folders if folder in real.parents), None))
-            ):
-                raise DataError(
-                    f"{path} is a file of the input folder {within}: choose another file, or remove it first"
-                )
-            resolved.add(os.path.realpath(path))
+        if path is None or path == "-":
+            continue
+        if str(path) == "-":  # a Path: only JSON goes to standard output
+            raise DataError("an output named - is not written to standard output: give the name of a file")
+        files.check_writable(Path(path))
+        real = Path(os.path.realpath(path))
+        if real in resolved:
+            raise DataError(f"{path} is also an input or another output of this command: choose another file")
+        within = [folder for folder in folders if folder in real.parents]
+        if within and real.is_file() and real.suffix != ".partial":
+            raise DataError(
+                f"{path} is a file of the input folder {within[0]}: choose another file, or remove it first"
+            )
+        resolved.add(real)
 
 
 def partial_of(out: Path, json_out: str | None, resume: bool, reads: Sequence[Path | str | None]) -> Path:
-    """Return the path of the partial file of a run, after `check_outputs` and `check_unfinished`.
-
-    Raises DataError if `out` does not name a file.
-    """
+    """Return the path of the partial file of a run, after `check_outputs` and `check_unfinished`."""
     if not out.name:
         raise DataError(f"--out {str(out)!r} does not name a file: give a file name")
     partial = out.with_name(f"{out.name}.partial")
@@ -268,9 +261,9 @@ def partial_of(out: Path, json_out: str | None, resume: bool, reads: Sequence[Pa
 
 
 def check_unfinished(partial: Path, resume: bool) -> None:
-    """Raise DataError if an earlier run left partial results and this run does not resume from them.
+    """Raise DataError if an earlier run left results and this one neither resumes nor was restarted by its launcher.
 
-    A job that its launcher has restarted always resumes. Only rank 0 looks: a late rank would find its new file.
+    Only rank 0 looks: a late rank would find its new file.
     """
     paths = job().by_first(lambda: list(map(str, _leftovers(partial))))
     if paths and not resume and not job().restarts:
@@ -290,10 +283,7 @@ _LEFT = rf"(\.(alone|points|[2-8]|[0-9a-f]{{8}}|({'|'.join(KINDS)})(_\w+)?|rank\
 
 
 def _leftovers(partial: Path) -> list[Path]:
-    """Return the existing partial files of a run: `partial`, and those with the suffixes of `_LEFT`.
-
-    Files with other suffixes, such as a copy, belong to the user.
-    """
+    """Return the existing partial files of a run; those with suffixes outside `_LEFT` belong to the user."""
     if not partial.parent.is_dir():
         return []
     names = re.compile(re.escape(partial.name) + _LEFT)
@@ -309,10 +299,7 @@ _PERIOD = 600.0  # the seconds over which a bar averages the speed; single sites
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence prints, logs and warnings of other packages and the user's model while the context is open.
-
-    Standard output may be JSON that a program reads.
-    """
+    """Silence other packages and the user's model while the context is open: standard output may be JSON."""
     before = logging.root.manager.disable
     logging.disable()
     try:
@@ -333,13 +320,7 @@ def waiting(what: str) -> Iterator[None]:
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
     """Show a progress bar with the remaining time; show nothing if standard error is not a terminal."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("eta"),
-        TimeRemainingColumn(),
-    )
+    columns = ("{task.description}", BarColumn(), TimeElapsedColumn(), "eta", TimeRemainingColumn())
     terminal = Console(file=sys.stderr)
     with Progress(
         *columns, console=terminal, transient=True, disable=not terminal.is_terminal, speed_estimate_period=_PERIOD
@@ -350,8 +331,8 @@ def progress_bar() -> Iterator[Progress]:
 def site_progress(progress: Progress, task: TaskID, name: str, at_once: int = 0) -> Callable[[int, int, str], None]:
     """Return a callback that shows the finished share of sites or steps on a bar, with the name of the last one.
 
-    If they will take more than a minute, the callback also prints about how long, even if there is no bar. It does so
-    once, after `at_once` sites, the number of sites that are searched at once; with 0 it prints nothing.
+    If they will take more than a minute, it also prints about how long, even without a bar: once, after `at_once`
+    sites, the number of sites that are searched at once. With 0 it prints nothing.
     """
     calls, began_at = 0, (0.0, 0)
 
@@ -370,7 +351,6 @@ def site_progress(progress: Progress, task: TaskID, name: str, at_once: int = 0)
 
 
 def _duration(seconds: float) -> str:
-    """Return a time in whole minutes, or in hours with one digit from two hours on."""
     if seconds >= 7200:
         return f"{seconds / 3600:.1f} hours"
     minutes = max(1, round(seconds / 60))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import adalog
 from adalog.cli import views
-from adalog.cli.console import check_outputs, emit_json, say, waiting
+from adalog.cli.console import check_outputs, show, waiting
 from adalog.cli.options import CheckpointOption, JsonOption, NoPretrainedOption
 from adalog.cli.targets import load_model, refuse_weights, source_of
 from adalog.inputs import zoo
@@ -39,7 +39,6 @@ def command(
         quantized = adalog.load(target)
         program, inputs = quantized.program, quantized.example
     result, shapes = cost(program, inputs), [list(value.shape[1:]) for value in inputs]
-    if json_out != "-":
-        title = f"{target}, inputs {' and '.join(map(str, shapes))}"
-        say(views.cost_table(title, result), views.cost_lines(result))
-    emit_json({"target": target, "inputs": shapes, **result.to_json()}, json_out)
+    record = {"target": target, "inputs": shapes, **result.to_json()}
+    title = f"{target}, inputs {' and '.join(map(str, shapes))}"
+    show(record, json_out, views.cost_table(title, result), views.cost_lines(result))

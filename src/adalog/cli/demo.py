@@ -80,7 +80,13 @@ def command(
     model, (images, labels) = demo.load_model(), demo.test_images()
     rows: list[dict[str, Any]] = []
     results: list[tuple[Path, QuantizedProgram, str | None, Score]] = []
-    table = _empty_table()
+    table = Table(
+        "bits",
+        "method",
+        *views.numbers("top-1 (95 % CI)", "agreement", "bytes", "calib. [s]"),
+        title="The bundled ViT, trained on CIFAR-10 and evaluated on 2,000 of its test images",
+        caption="If several methods quantize a site alike, it is searched once, and its time counts in the first row.",
+    )
     with progress_bar() as progress:
         overall = progress.add_task("overall", total=len(plans) + 1)
         current = progress.add_task("full precision", total=1)
@@ -104,23 +110,12 @@ def command(
             else:
                 count = len(artifact.encode(quantized.quantized))
             rows.append(
-                {
-                    "bits": config.bits,
-                    "method": method,
-                    "top1": _value(result.top1),
-                    "agreement": result.agreement,
-                    "bytes": count,
-                    "seconds": round(seconds, 3),
-                    "executor": executor,
-                }
+                {"bits": config.bits, "method": method, "top1": _value(result.top1), "agreement": result.agreement}
+                | {"bytes": count, "seconds": round(seconds, 3), "executor": executor}
             )
             table.add_row(
-                config.bits,
-                method,
-                views.interval(result.top1),
-                views.percent(result.agreement),
-                f"{count:,}",
-                f"{seconds:.1f}",
+                *(config.bits, method, views.interval(result.top1), views.percent(result.agreement)),
+                *(f"{count:,}", f"{seconds:.1f}"),
                 end_section=(method, config) == [plan for plan in plans if plan[1].bits == config.bits][-1],
                 style="bold" if (method, config) in artifacts else None,
             )
@@ -135,16 +130,6 @@ def command(
         if results:
             note(printable(f"open {page} in a browser for a report on {results[-1][0].name}"))
     emit_json({"fp32": {"top1": _value(fp32.top1)}, "rows": rows, "seed": seed}, json_out)
-
-
-def _empty_table() -> Table:
-    return Table(
-        "bits",
-        "method",
-        *views.numbers("top-1 (95 % CI)", "agreement", "bytes", "calib. [s]"),
-        title="The bundled ViT, trained on CIFAR-10 and evaluated on 2,000 of its test images",
-        caption="If several methods quantize a site alike, it is searched once, and its time counts in the first row.",
-    )
 
 
 def _levels(calibration: Calibration, plans: Sequence[tuple[str, Config]]) -> bytes:

@@ -11,12 +11,18 @@ from rich.table import Table
 
 from adalog import files
 from adalog.cli import detectors
-from adalog.cli.console import check_outputs, emit_json, say, waiting
-from adalog.cli.options import CheckpointOption, JsonOption, NoPretrainedOption, ThreadsOption, thread_count
+from adalog.cli.console import check_outputs, show, waiting
+from adalog.cli.options import (
+    CheckpointOption,
+    ExecutorOption,
+    JsonOption,
+    NoPretrainedOption,
+    ThreadsOption,
+    thread_count,
+)
 from adalog.detection import coco, zoo
 from adalog.detection.draw import draw
 from adalog.detection.images import read
-from adalog.runtime import EXECUTORS
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 
@@ -28,10 +34,7 @@ def command(
     score: Annotated[float, typer.Option(min=0, max=1, help="Draw only objects with at least this score.")] = 0.3,
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
-    executor: Annotated[
-        str | None,
-        typer.Option(help=f"Run in integers with this executor: {', '.join(EXECUTORS)}. Default: fake quantization."),
-    ] = None,
+    executor: ExecutorOption = None,
     threads: ThreadsOption = 0,
     json_out: JsonOption = None,
 ) -> None:
@@ -55,10 +58,8 @@ def command(
         for row in results
         if row["score"] >= score
     ]
-    emit_json({"file": str(file), "image": str(image), "drawn": str(out), "objects": rows}, json_out)
-    if json_out != "-":
-        title = escape(f"{len(rows)} objects in {image}, drawn into {out}")
-        table = Table("name", "score", "x, y, width, height", title=title)
-        for row in rows:
-            table.add_row(escape(row["name"]), f"{row['score']:.2f}", ", ".join(f"{side:.0f}" for side in row["box"]))
-        say(table)
+    title = escape(f"{len(rows)} objects in {image}, drawn into {out}")
+    table = Table("name", "score", "x, y, width, height", title=title)
+    for row in rows:
+        table.add_row(escape(row["name"]), f"{row['score']:.2f}", ", ".join(f"{side:.0f}" for side in row["box"]))
+    show({"file": str(file), "image": str(image), "drawn": str(out), "objects": rows}, json_out, table)

@@ -15,17 +15,7 @@ from rich.table import Table
 from adalog import Config, DataError, artifact
 from adalog.calibration.schedule import Resources
 from adalog.cli import views
-from adalog.cli.console import (
-    emit_json,
-    image_progress,
-    job,
-    progress_bar,
-    quiet,
-    remove_finished,
-    say,
-    site_progress,
-    waiting,
-)
+from adalog.cli.console import image_progress, job, progress_bar, quiet, remove_finished, show, site_progress, waiting
 from adalog.cli.options import Setup
 from adalog.cli.targets import check_count
 from adalog.detection import coco, demo, zoo
@@ -46,10 +36,7 @@ SHOWN = ("box_ap", "box_ap50", "box_ap75", "mask_ap", "mask_ap50", "mask_ap75")
 
 
 def read_parts(model: str, parts: str | None) -> tuple[str, ...] | None:
-    """Return the parts of a detector that --parts selects, or None if the model is not a detector.
-
-    parts: comma-separated, or all. Raises DataError for an unknown model and ValueError for an unknown part.
-    """
+    """Return the parts of a detector that --parts selects (comma-separated, or all); None for any other model."""
     if not zoo.names_detector(model):
         if not models.is_model(model):
             raise DataError(f"unknown model {model!r}: give {models.KINDS}; or a detector, {zoo.KINDS}")
@@ -102,12 +89,16 @@ def quantize(
     seconds = time.perf_counter() - start
     size = setup.ranks.by_first(lambda: save(quantized, out))
     remove_finished(partial)
-    models = models_of(quantized)
-    if json_out != "-":
-        say(summary(quantized), f"{out}: {size:,} bytes, in {seconds:.1f} s")
+    lines: list[str] = []
+    described: dict[str, Any] = {}
+    for name, part in quantized.parts.items():
+        if isinstance(part, QuantizedModel):
+            lines += [f"-- {name} --", *ledger_table(part.ledger), *float_lines(part.refusals, part.float_operations())]
+            described[name] = artifact.describe(part.quantized)
     record = {"file": str(out), "bytes": size, "bits": config.bits, "seconds": round(seconds, 3)}
-    record |= {"calibration_images": count, "quantized": list(parts)}
-    emit_json(record | {"parts": {name: artifact.describe(part.quantized) for name, part in models.items()}}, json_out)
+    record |= {"calibration_images": count, "quantized": list(parts), "parts": described}
+    texts = "\n".join(line.rstrip() for line in lines), f"{out}: {size:,} bytes, in {seconds:.1f} s"
+    show(record, json_out, *texts)
 
 
 def measure(
@@ -151,36 +142,8 @@ def _prepare(detector: Detector, data: Path | None, counts: Sequence[int], seed:
     return [batches_of([read(path) for path in paths[span]], detector.settings.resizing) for span in spans]
 
 
-def models_of(detector: Detector) -> dict[str, QuantizedModel]:
-    """Return the quantized parts of a detector by name."""
-    return {name: part for name, part in detector.parts.items() if isinstance(part, QuantizedModel)}
-
-
-def summary(detector: Detector) -> str:
-    """Return the ledger of each part as text, with the operations that stay float."""
-    lines: list[str] = []
-    for name, part in models_of(detector).items():
-        lines += [f"-- {name} --", *ledger_table(part.ledger), *float_lines(part.refusals, part.float_operations())]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def evaluate_if_detector(
-    file: Path,
-    instances: Path | None,
-    data: Path | None,
-    *,
-    no_pretrained: bool,
-    checkpoint: Path | None,
-    executor: str | None,
-    jobs: int,
-    refused: Collection[str],
-    json_out: str | None,
-) -> bool:
-    """Evaluate a detector by COCO average precision, and return True; return False if `file` is not a detector.
-
-    refused: the given options that detectors do not support. jobs: number of images that run at a time. The executors
-    native and reference always take one at a time.
-    """
+def is_chosen(file: Path, instances: Path | None, refused: Sequence[str]) -> bool:
+    """Return True for a detector, which is known by its name or by --coco; raise ValueError for `refused` options."""
     by_name = zoo.names_detector(str(file))
     if not by_name and instances is None:
         return False
@@ -188,6 +151,20 @@ def evaluate_if_detector(
         raise ValueError(f"--coco evaluates a detector, and {file} is not one: leave it out")
     if refused:
         raise ValueError(f"{file} is a detector, which does not support {', '.join(refused)}: leave that out")
+    return True
+
+
+def evaluate(
+    file: Path,
+    instances: Path | None,
+    data: Path | None,
+    no_pretrained: bool,
+    checkpoint: Path | None,
+    executor: str | None,
+    jobs: int,
+    json_out: str | None,
+) -> None:
+    """Evaluate a detector by COCO average precision, `jobs` images at a time, if the executor runs several."""
     if instances is None or data is None:
         raise DataError(f"{file} is a detector: give --coco instances.json and --data FOLDER with the annotated images")
     detector = load_detector(file, no_pretrained, checkpoint, executor, jobs)
@@ -210,10 +187,8 @@ def evaluate_if_detector(
         results = [result for results in by_image for result in results]
         figures = coco.average_precision(annotated.told, results)
     record = {"file": str(file), "executor": executor, "images": len(annotated), "detections": len(results)}
-    emit_json(record | {name: _number(value) for name, value in figures.items()}, json_out)
-    if json_out != "-":
-        say(ap_table(f"{len(annotated)} images of {instances}", [("", str(file), figures)]))
-    return True
+    table = ap_table(f"{len(annotated)} images of {instances}", [("", str(file), figures)])
+    show(record | _rounded(figures), json_out, table)
 
 
 def load_detector(
@@ -240,7 +215,7 @@ def load_detector(
 def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs: int, json_out: str | None) -> None:
     """Quantize the bundled detector by several methods, and evaluate each result on held-out scenes."""
     configs = [(method, Config.preset(width, method)) for width in bits for method in methods]
-    rows: list[dict[str, Any]] = []
+    rows: list[tuple[str, str, dict[str, float]]] = []
     extra_module("pycocotools.mask", "coco")  # fails before the long work if it is not installed
     detector = demo.load_detector()
     with progress_bar() as progress, quiet():
@@ -261,16 +236,11 @@ def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs:
         quantized = quantize_detector(detector, calibrating, only, resources, seed=seed)
         for (method, config), parts in zip(configs, quantized, strict=True):
             figures = evaluate_scenes(fastest(parts, jobs), f"{config.bits} {method}")
-            rows.append({"bits": config.bits, "method": method, **figures})
-    if json_out != "-":
-        title = f"The bundled Swin Mask R-CNN, evaluated on {len(scenes)} held-out synthetic scenes"
-        say(ap_table(title, [("fp32", "", full), *((row["bits"], row["method"], row) for row in rows)]))
-    json_rows = [
-        {name: _number(value) if isinstance(value, float) else value for name, value in row.items()} for row in rows
-    ]
-    emit_json(
-        {"fp32": {name: _number(value) for name, value in full.items()}, "rows": json_rows, "seed": seed}, json_out
-    )
+            rows.append((config.bits, method, figures))
+    title = f"The bundled Swin Mask R-CNN, evaluated on {len(scenes)} held-out synthetic scenes"
+    table = ap_table(title, [("fp32", "", full), *rows])
+    json_rows = [{"bits": bits, "method": method} | _rounded(figures) for bits, method, figures in rows]
+    show({"fp32": _rounded(full), "rows": json_rows, "seed": seed}, json_out, table)
 
 
 def ap_table(title: str, rows: Sequence[tuple[str, str, dict[str, float]]]) -> Table:
@@ -283,6 +253,6 @@ def ap_table(title: str, rows: Sequence[tuple[str, str, dict[str, float]]]) -> T
     return table
 
 
-def _number(value: float) -> float | None:
-    """Round a figure for JSON, which does not allow NaN: NaN becomes None."""
-    return None if math.isnan(value) else round(value, 6)
+def _rounded(figures: dict[str, float]) -> dict[str, float | None]:
+    """Round figures for JSON, which does not allow NaN: NaN becomes None."""
+    return {name: None if math.isnan(value) else round(value, 6) for name, value in figures.items()}

@@ -11,22 +11,12 @@ from torch import Tensor, nn
 import adalog
 from adalog import DataError, artifact
 from adalog.calibration.schedule import Resources
-from adalog.cli import detectors, views
-from adalog.cli.console import check_outputs, emit_json, image_progress, job, progress_bar, quiet, say, waiting
-from adalog.cli.options import (
-    CheckpointOption,
-    DeviceOption,
-    JsonOption,
-    NoPretrainedOption,
-    ThreadsOption,
-    find_device,
-    thread_count,
-)
+from adalog.cli import detectors, options, views
+from adalog.cli.console import check_outputs, image_progress, job, progress_bar, quiet, show, waiting
 from adalog.cli.targets import check_bundled, compile_artifact, find_preprocessing, load_model, source_of, stranger
 from adalog.errors import one_line
 from adalog.inputs import demo, zoo
 from adalog.inputs.images import find_support
-from adalog.runtime import EXECUTORS
 from adalog.study.evaluate import Contest, PreparedImages, check_classes, predict, score
 
 
@@ -53,37 +43,22 @@ def command(
         typer.Option("--coco", help="For a detector: COCO annotations (instances_*.json) of the images in --data."),
     ] = None,
     model: Annotated[str | None, typer.Option(help=f"Full-precision model to compare with: {zoo.KINDS}.")] = None,
-    checkpoint: CheckpointOption = None,
-    no_pretrained: NoPretrainedOption = False,
-    executor: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Run in integers with this executor: {', '.join(EXECUTORS)}. Default: fake quantization, which "
-            "rounds operands to their levels and multiplies them in float."
-        ),
-    ] = None,
-    device: DeviceOption = "cpu",
-    threads: ThreadsOption = 0,
-    json_out: JsonOption = None,
+    checkpoint: options.CheckpointOption = None,
+    no_pretrained: options.NoPretrainedOption = False,
+    executor: options.ExecutorOption = None,
+    device: options.DeviceOption = "cpu",
+    threads: options.ThreadsOption = 0,
+    json_out: options.JsonOption = None,
 ) -> None:
     """Measure the accuracy of an artifact: top-1 and top-5, or COCO average precision for a detector.
 
     With --model, the command also compares the artifact with its full-precision model.
     """
     check_outputs(json_out, reads=(file, source_of(model), checkpoint, instances, data, support))
-    place, jobs = find_device(device), thread_count(threads)
+    place, jobs = options.find_device(device), options.thread_count(threads)
     others = {"--model": model is not None, "--support": support is not None, "--device": place.type != "cpu"}
-    if detectors.evaluate_if_detector(
-        file,
-        instances,
-        data,
-        no_pretrained=no_pretrained,
-        checkpoint=checkpoint,
-        executor=executor,
-        jobs=jobs,
-        refused=[name for name, is_given in others.items() if is_given],
-        json_out=json_out,
-    ):
+    if detectors.is_chosen(file, instances, [name for name, is_given in others.items() if is_given]):
+        detectors.evaluate(file, instances, data, no_pretrained, checkpoint, executor, jobs, json_out)
         return
     if model is None and (checkpoint is not None or no_pretrained):
         raise ValueError("--checkpoint and --no-pretrained apply to the full-precision model: add --model")
@@ -128,9 +103,7 @@ def command(
     record = {"file": str(file), "executor": executor, "reference": reference, **dataclasses.asdict(result)}
     record |= {"full_precision": None if full is None else dataclasses.asdict(full)}
     sites = artifact.describe(quantized.quantized)["sites"]  # with the SQNR on the calibration images
-    emit_json(record | {"sites": sites}, json_out)
-    if json_out != "-":
-        say(views.describe_score(str(file), result, reference, full))
+    show(record | {"sites": sites}, json_out, views.describe_score(str(file), result, reference, full))
 
 
 def _predict_full(loaded: zoo.LoadedModel, image: Tensor, place: torch.device, file: Path) -> Tensor:

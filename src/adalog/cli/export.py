@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from adalog import DataError, artifact, export, files
-from adalog.cli.console import FAILED, check_outputs, emit_json, note, say, waiting
-from adalog.cli.options import JsonOption
+from adalog.cli.console import FAILED, check_outputs, note, show, waiting
+from adalog.cli.options import JsonOption, check_choice
 from adalog.cli.targets import naming_file
 from adalog.quantized import QuantizedProgram
 from adalog.runtime import Compiled
@@ -32,7 +32,7 @@ def command(
         str,
         typer.Option(
             help="Format to write: onnx; openvino (with --out NAME.xml; also writes NAME.bin); or executorch (with "
-            "--out NAME.pte; artifacts of --method uniform-tensor), for phones and boards.",
+            "--out NAME.pte; artifacts of --method uniform-tensor), for phones and boards."
         ),
     ] = "onnx",
     json_out: JsonOption = None,
@@ -42,16 +42,15 @@ def command(
     The command first compares the export with the artifact on random images.
     If they differ by more than rounding explains, it writes nothing, and the exit code is 1.
     """
-    if form not in export.EVERY_FORM:
-        raise ValueError(f"--form {form!r} is not one of {', '.join(export.EVERY_FORM)}")
-    if to not in TARGETS:
-        raise ValueError(f"--to {to!r} is not one of {', '.join(TARGETS)}")
+    check_choice("--form", form, export.EVERY_FORM)
+    check_choice("--to", to, TARGETS)
     if (form == "qdq" and to != "onnx") or (form != "mixed" and to == "executorch"):
         raise ValueError(f"--form {form} cannot be combined with --to {to}")
     suffix = _SUFFIXES.get(to)
     if suffix is not None and out.suffix != suffix:
         raise DataError(f"{out} does not end in {suffix}, as files for {to} do: give --out NAME{suffix}")
-    sidecar = _second_file(out, form, to)
+    sidecar = out.with_suffix(".bin") if to == "openvino" else None
+    sidecar = out.with_suffix(".encodings.json") if form == "qdq" else sidecar
     check_outputs(out, sidecar, json_out, reads=(file,))
     content = artifact.read(file)
     quantized = artifact.deserialise(content, str(file))
@@ -77,17 +76,9 @@ def command(
         raise typer.Exit(FAILED)
     for path, bytes_of in contents.items():
         files.write_whole(path, bytes_of)
-    if json_out != "-":
-        say(*(f"{path}: {len(bytes_of):,} bytes" for path, bytes_of in contents.items()))
-    record = {"files": {str(path): len(bytes_of) for path, bytes_of in contents.items()}, "form": certificates[0].form}
-    emit_json({**record, "certificates": [certificate.json() for certificate in certificates]}, json_out)
-
-
-def _second_file(out: Path, form: str, to: str) -> Path | None:
-    """Return the second file that the command writes, or None."""
-    if to == "openvino":
-        return out.with_suffix(".bin")
-    return out.with_suffix(".encodings.json") if form == "qdq" else None
+    sizes = {str(path): len(bytes_of) for path, bytes_of in contents.items()}
+    record = {"files": sizes, "form": certificates[0].form, "certificates": [each.json() for each in certificates]}
+    show(record, json_out, *(f"{path}: {size:,} bytes" for path, size in sizes.items()))
 
 
 def _export(quantized: QuantizedProgram, source: str, form: str, to: str) -> tuple[bytes, list[export.Certificate]]:

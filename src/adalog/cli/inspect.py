@@ -7,7 +7,7 @@ import typer
 
 from adalog import artifact
 from adalog.cli import views
-from adalog.cli.console import check_outputs, emit_json, say, waiting
+from adalog.cli.console import check_outputs, show, waiting
 from adalog.cli.options import CheckpointOption, JsonOption, NoPretrainedOption
 from adalog.cli.targets import load_model, refuse_weights, source_of
 from adalog.inputs import zoo
@@ -35,15 +35,13 @@ def command(
         loaded = load_model(target, no_pretrained, checkpoint)
         with waiting(f"capturing {target}"):
             facts = zoo.inspect(loaded)
-        if json_out != "-":
-            say(views.census_table(facts), views.census_lines(facts))
-        emit_json(facts, json_out)
+        show(facts, json_out, views.census_table(facts), views.census_lines(facts))
         return
     refuse_weights(target, no_pretrained, checkpoint)
     content = artifact.read(Path(target))
-    if json_out != "-":
-        quantized = artifact.deserialise(content, target)
-        sums = f"{views.parts_line(artifact.sizes(content))}; {len(content):,} bytes in total"
-        say(views.bytes_table(content) if by_bytes else quantized.summary(), sums)
     facts = artifact.inspect(content, target)
-    emit_json(facts | {"tensors": artifact.tensor_sizes(content)} if by_bytes else facts, json_out)
+    if by_bytes:
+        facts |= {"tensors": artifact.tensor_sizes(content)}
+    summary = artifact.deserialise(content, target).summary()
+    sums = f"{views.parts_line(artifact.sizes(content))}; {len(content):,} bytes in total"
+    show(facts, json_out, views.bytes_table(content) if by_bytes else summary, sums)

@@ -1,6 +1,7 @@
 """Options that several commands share, and functions that parse them."""
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,7 @@ from adalog.calibration.schedule import Resources
 from adalog.cli.console import Session, job, quiet, site_progress
 from adalog.device import default_memory
 from adalog.ranks import Ranks
+from adalog.runtime import EXECUTORS
 from adalog.study import sensitivity
 from adalog.study.doctor import available_cores
 
@@ -27,10 +29,7 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="Show the full traceb
 JsonOption = Annotated[
     str | None, typer.Option("--json", help="Write the result as JSON to this file; - means standard output.")
 ]
-SeedOption = Annotated[
-    int,
-    typer.Option(min=0, max=2**63 - 1, help="Seed that selects the calibration images."),
-]
+SeedOption = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed that selects the calibration images.")]
 DrawOption = Annotated[
     int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed that selects which images are used.")
 ]
@@ -39,6 +38,13 @@ CheckpointOption = Annotated[
     typer.Option(help="Weights to load into the model: a safetensors file, or a state dict saved by torch.save."),
 ]
 NoPretrainedOption = Annotated[bool, typer.Option("--no-pretrained", help="Use random weights; download nothing.")]
+ExecutorOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Run in integers with this executor: {', '.join(EXECUTORS)}. Default: fake quantization, which rounds "
+        "operands to their levels and multiplies them in float."
+    ),
+]
 ThreadsOption = Annotated[int, typer.Option(min=0, help="Number of CPU threads; 0 means one per core.")]
 DeviceOption = Annotated[str, typer.Option(help="Device to compute on: cpu, cuda, cuda:1, ...")]
 MethodOption = Annotated[str, typer.Option(help=f"Quantization method: {', '.join(METHODS)}.")]
@@ -110,6 +116,12 @@ def read_setup(
     jobs, place = thread_count(threads), find_device(device)
     size = default_memory(place) if memory is None else read_size(memory)
     return Setup(no_pretrained, checkpoint, seed, jobs, size, place, free_sizes, job())
+
+
+def check_choice(option: str, name: str, choices: Collection[str]) -> None:
+    """Raise ValueError if an option names none of the choices."""
+    if name not in choices:
+        raise ValueError(f"{option} {name!r} is not one of {', '.join(choices)}")
 
 
 def thread_count(threads: int) -> int:

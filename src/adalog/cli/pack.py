@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from adalog import DataError, artifact, export, files
-from adalog.cli.console import check_outputs, emit_json, say, waiting
+from adalog.cli.console import check_outputs, show, waiting
 from adalog.cli.options import JsonOption
 from adalog.cli.targets import recorded_preprocessing
 from adalog.export.pack import MAX_BATCH
@@ -29,7 +29,7 @@ def command(
     The pack holds the artifact and the calls of the compiled kernels.
     It also describes the inputs and outputs, the preparation of images, and the names of the classes.
     """
-    check_outputs(out, json_out, reads=(file, *([classes] if classes else [])))
+    check_outputs(out, json_out, reads=(file, classes))
     names = None if classes is None else _read_names(classes)
     recorded = recorded_preprocessing(file, artifact.deserialise(artifact.read(file), str(file)).provenance)
     preprocessing = None if recorded is None else dataclasses.asdict(recorded)
@@ -37,10 +37,9 @@ def command(
     with waiting(f"packing {file}"):
         content = export.to_pack(file, batches, preprocessing, names)
     files.write_whole(out, content)
-    if json_out != "-":
-        sizes = " or ".join(map(str, batches))
-        say(f"{out}: {len(content):,} bytes, for {sizes} image{'s' if batches[-1] > 1 else ''} at once")
-    emit_json({"file": str(out), "bytes": len(content), "batches": batches, "classes": names and len(names)}, json_out)
+    sizes = " or ".join(map(str, batches)) + (" images" if batch > 1 else " image")
+    record = {"file": str(out), "bytes": len(content), "batches": batches, "classes": names and len(names)}
+    show(record, json_out, f"{out}: {len(content):,} bytes, for {sizes} at once")
 
 
 def _read_names(path: Path) -> list[str]:

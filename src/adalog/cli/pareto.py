@@ -9,35 +9,8 @@ import typer
 from rich.table import Table
 
 from adalog import Config, DataError
-from adalog.cli import budgets, views
-from adalog.cli.console import (
-    emit_json,
-    partial_of,
-    progress_bar,
-    quiet,
-    remove_finished,
-    say,
-    write_file,
-)
-from adalog.cli.options import (
-    WIDTHS,
-    CheckpointOption,
-    DeviceOption,
-    ImagesOption,
-    JsonOption,
-    JudgedOption,
-    JudgingDataOption,
-    MemoryOption,
-    MethodOption,
-    NoPretrainedOption,
-    ResumeOption,
-    SeedOption,
-    SensitivityOption,
-    ThreadsOption,
-    WidthsOption,
-    read_setup,
-    read_widths,
-)
+from adalog.cli import budgets, options, views
+from adalog.cli.console import emit_json, partial_of, progress_bar, quiet, remove_finished, say, write_file
 from adalog.cli.targets import source_of
 from adalog.inputs import demo, zoo
 from adalog.inputs.images import find_images
@@ -49,7 +22,7 @@ from adalog.study.pareto import BUDGETS, Point, check_output, curve, pareto_figu
 
 def command(
     model: Annotated[str, typer.Argument(help=f"Model to quantize: {zoo.KINDS}.")],
-    data: JudgingDataOption = None,
+    data: options.JudgingDataOption = None,
     val: Annotated[
         Path | None,
         typer.Option(
@@ -58,36 +31,36 @@ def command(
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Picture to write: .png or .svg.")] = Path("pareto.png"),
-    method: MethodOption = "adalog",
+    method: options.MethodOption = "adalog",
     count: Annotated[
         int,
         typer.Option(
             "--budgets", min=2, max=100, help="Number of budgets between the smallest and the largest --widths."
         ),
     ] = BUDGETS,
-    widths: WidthsOption = WIDTHS,
-    images: ImagesOption = 32,
-    judged: JudgedOption = study.JUDGED,
-    sensitivity: SensitivityOption = None,
-    checkpoint: CheckpointOption = None,
-    no_pretrained: NoPretrainedOption = False,
-    resume: ResumeOption = False,
-    device: DeviceOption = "cpu",
-    seed: SeedOption = 0,
-    threads: ThreadsOption = 0,
-    memory: MemoryOption = None,
-    json_out: JsonOption = None,
+    widths: options.WidthsOption = options.WIDTHS,
+    images: options.ImagesOption = 32,
+    judged: options.JudgedOption = study.JUDGED,
+    sensitivity: options.SensitivityOption = None,
+    checkpoint: options.CheckpointOption = None,
+    no_pretrained: options.NoPretrainedOption = False,
+    resume: options.ResumeOption = False,
+    device: options.DeviceOption = "cpu",
+    seed: options.SeedOption = 0,
+    threads: options.ThreadsOption = 0,
+    memory: options.MemoryOption = None,
+    json_out: options.JsonOption = None,
 ) -> None:
     """Plot the loss of a quantized model against its size and its operations.
 
     For several budgets, adalog chooses the bits of each operand.
     The plot compares these models with models that have the same bits for all operands.
     """
-    setup = read_setup(no_pretrained, checkpoint, device, seed, threads, memory)
-    tried = read_widths(widths)
+    setup = options.read_setup(no_pretrained, checkpoint, device, seed, threads, memory)
+    tried = options.read_widths(widths)
     if len(tried) < 2:
         raise ValueError(f"--widths {widths} has only one width: give two or more")
-    if sensitivity is not None and widths != WIDTHS:
+    if sensitivity is not None and widths != options.WIDTHS:
         raise ValueError("--widths has no effect on the measured file of --sensitivity: leave one of them out")
     if out.suffix not in (".png", ".svg"):
         raise DataError(f"{out} does not end in .png or .svg: give --out such a file")

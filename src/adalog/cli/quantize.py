@@ -9,34 +9,8 @@ import typer
 
 import adalog
 from adalog import Config, artifact
-from adalog.cli import budgets, detectors
-from adalog.cli.console import (
-    emit_json,
-    partial_of,
-    progress_bar,
-    quiet,
-    remove_finished,
-    say,
-    site_progress,
-)
-from adalog.cli.options import (
-    CheckpointOption,
-    DeviceOption,
-    ImagesOption,
-    JsonOption,
-    JudgedOption,
-    MemoryOption,
-    MethodOption,
-    NoPretrainedOption,
-    PartsOption,
-    ResumeOption,
-    SeedOption,
-    SensitivityOption,
-    Setup,
-    ThreadsOption,
-    read_pinned,
-    read_setup,
-)
+from adalog.cli import budgets, detectors, options
+from adalog.cli.console import partial_of, progress_bar, quiet, remove_finished, show, site_progress
 from adalog.cli.targets import find_calibration, load_model, source_of
 from adalog.detection import zoo as detection
 from adalog.inputs import zoo
@@ -56,11 +30,10 @@ def command(
         "model.safetensors"
     ),
     bits: Annotated[
-        str,
-        typer.Option(help="Bits of weights and activations, such as w4a4. w4a4s3 sets 3 bits after softmax."),
+        str, typer.Option(help="Bits of weights and activations, such as w4a4. w4a4s3 sets 3 bits after softmax.")
     ] = "w4a4",
-    method: MethodOption = "adalog",
-    images: ImagesOption = 32,
+    method: options.MethodOption = "adalog",
+    images: options.ImagesOption = 32,
     reconstruct_images: Annotated[
         int,
         typer.Option(
@@ -74,8 +47,7 @@ def command(
         typer.Option(min=0, help="Number of training steps of a reconstruction; 0 means the default of the method."),
     ] = 0,
     reconstruct_batch: Annotated[
-        int,
-        typer.Option(min=0, help="Number of images per training step; 0 means the default of the method."),
+        int, typer.Option(min=0, help="Number of images per training step; 0 means the default of the method.")
     ] = 0,
     pinned: Annotated[
         list[str] | None,
@@ -114,25 +86,25 @@ def command(
             "this, in nats."
         ),
     ] = None,
-    judged: JudgedOption = JUDGED,
-    sensitivity: SensitivityOption = None,
+    judged: options.JudgedOption = JUDGED,
+    sensitivity: options.SensitivityOption = None,
     free_sizes: Annotated[
         bool, typer.Option("--free-sizes", help="Let the artifact take images of any height and width.")
     ] = False,
-    parts: PartsOption = None,
-    checkpoint: CheckpointOption = None,
-    no_pretrained: NoPretrainedOption = False,
-    resume: ResumeOption = False,
-    device: DeviceOption = "cpu",
-    seed: SeedOption = 0,
-    threads: ThreadsOption = 0,
-    memory: MemoryOption = None,
-    json_out: JsonOption = None,
+    parts: options.PartsOption = None,
+    checkpoint: options.CheckpointOption = None,
+    no_pretrained: options.NoPretrainedOption = False,
+    resume: options.ResumeOption = False,
+    device: options.DeviceOption = "cpu",
+    seed: options.SeedOption = 0,
+    threads: options.ThreadsOption = 0,
+    memory: options.MemoryOption = None,
+    json_out: options.JsonOption = None,
 ) -> None:
     """Quantize a model and write it to one file, the artifact."""
     limits = budgets.read_budget(budget, target_bops, target_fixops, max_kl)
     config = dataclasses.replace(
-        Config.preset(bits, method), images=images, pinned=tuple(map(read_pinned, pinned or ()))
+        Config.preset(bits, method), images=images, pinned=tuple(map(options.read_pinned, pinned or ()))
     )
     if reconstruct_images:
         config = config.with_fitted_images(reconstruct_images)
@@ -144,7 +116,7 @@ def command(
     if judged != JUDGED and (limits is None or sensitivity is not None):
         raise ValueError("--judged has no effect unless a budget measures its losses now: leave it out")
     partial = partial_of(out, json_out, resume, (source_of(model), checkpoint, sensitivity, data))
-    setup = read_setup(no_pretrained, checkpoint, device, seed, threads, memory, free_sizes)
+    setup = options.read_setup(no_pretrained, checkpoint, device, seed, threads, memory, free_sizes)
     if kinds is not None:
         detectors.check_setup(setup)
         if limits is not None:
@@ -161,13 +133,13 @@ def command(
     seconds = time.perf_counter() - start
     size = setup.ranks.by_first(lambda: quantized.save(out))
     remove_finished(partial)
-    if json_out != "-":
-        say(quantized.summary(), f"{out}: {size:,} bytes, in {seconds:.1f} s")
-    record |= {"bytes": size, "seconds": round(seconds, 3)}
-    emit_json(record | artifact.describe(quantized.quantized), json_out)
+    record |= {"bytes": size, "seconds": round(seconds, 3)} | artifact.describe(quantized.quantized)
+    show(record, json_out, quantized.summary(), f"{out}: {size:,} bytes, in {seconds:.1f} s")
 
 
-def _quantize(model: str, data: Path | None, config: Config, setup: Setup, partial: Path) -> adalog.QuantizedModel:
+def _quantize(
+    model: str, data: Path | None, config: Config, setup: options.Setup, partial: Path
+) -> adalog.QuantizedModel:
     """Quantize the model `model` as `config` says, and return it on the CPU."""
     option = "--images" if config.images_needed == config.images else "--reconstruct-images"
     source = find_calibration(model, data, config.images_needed, option)

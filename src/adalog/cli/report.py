@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from adalog import artifact, files
-from adalog.cli.console import check_outputs, emit_json, progress_bar, quiet, say
+from adalog.cli.console import check_outputs, progress_bar, quiet, show
 from adalog.cli.options import DrawOption, JsonOption, thread_count
 from adalog.cli.targets import sample_for
 from adalog.errors import printable
@@ -49,18 +49,12 @@ def command(
     """
     check_outputs(out, json_out, reads=(file, other, data, sensitivity, evaluation, bench))
     if other is not None:
-        options = (
-            ("--data", data),
-            ("--images", images),
-            ("--evaluation", evaluation),
-            ("--bench", bench),
-            ("--seed", seed or None),
-        )
-        names = [option for option, value in options if value is not None]
-        if names:
-            raise ValueError(
-                f"{names[0]} does not apply to a comparison of two artifacts: leave it out, or name one file"
-            )
+        of_one = {"data": data, "images": images, "evaluation": evaluation, "bench": bench, "seed": seed or None}
+        for name, value in of_one.items():
+            if value is not None:
+                raise ValueError(
+                    f"--{name} does not apply to a comparison of two artifacts: leave it out, or name one file"
+                )
     paths = [file] if other is None else [file, other]
     contents = [artifact.read(path) for path in paths]
     models = [artifact.deserialise(content, str(path)) for path, content in zip(paths, contents, strict=True)]
@@ -82,6 +76,5 @@ def command(
     else:
         page = comparison(subjects[0], subjects[1], sensitivity=losses)
     files.write_whole(out, page)
-    if json_out != "-":
-        say(f"{printable(str(out))}: {len(page):,} bytes")
-    emit_json({"file": str(out), "bytes": len(page), "of": [str(path) for path in paths]}, json_out)
+    record = {"file": str(out), "bytes": len(page), "of": [str(path) for path in paths]}
+    show(record, json_out, f"{printable(str(out))}: {len(page):,} bytes")

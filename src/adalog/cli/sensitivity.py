@@ -9,34 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from adalog import Config
-from adalog.cli import budgets, detectors, views
-from adalog.cli.console import (
-    emit_json,
-    partial_of,
-    progress_bar,
-    quiet,
-    remove_finished,
-    say,
-)
-from adalog.cli.options import (
-    WIDTHS,
-    CheckpointOption,
-    DeviceOption,
-    ImagesOption,
-    JsonOption,
-    JudgedOption,
-    JudgingDataOption,
-    MemoryOption,
-    MethodOption,
-    NoPretrainedOption,
-    PartsOption,
-    ResumeOption,
-    SeedOption,
-    ThreadsOption,
-    WidthsOption,
-    read_setup,
-    read_widths,
-)
+from adalog.cli import budgets, detectors, options, views
+from adalog.cli.console import emit_json, partial_of, progress_bar, quiet, remove_finished, show
 from adalog.cli.targets import source_of
 from adalog.detection import zoo as detection
 from adalog.inputs import zoo
@@ -45,31 +19,31 @@ from adalog.study.sensitivity import JUDGED, Sensitivity
 
 def command(
     model: Annotated[str, typer.Argument(help=f"Model to measure: {zoo.KINDS}; or a detector: {detection.KINDS}.")],
-    data: JudgingDataOption = None,
+    data: options.JudgingDataOption = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="JSON file to write. Other commands read it with --sensitivity.")
     ] = Path("sensitivity.json"),
-    method: MethodOption = "adalog",
-    widths: WidthsOption = WIDTHS,
-    images: ImagesOption = 32,
-    judged: JudgedOption = JUDGED,
-    parts: PartsOption = None,
-    checkpoint: CheckpointOption = None,
-    no_pretrained: NoPretrainedOption = False,
-    resume: ResumeOption = False,
-    device: DeviceOption = "cpu",
-    seed: SeedOption = 0,
-    threads: ThreadsOption = 0,
-    memory: MemoryOption = None,
-    json_out: JsonOption = None,
+    method: options.MethodOption = "adalog",
+    widths: options.WidthsOption = options.WIDTHS,
+    images: options.ImagesOption = 32,
+    judged: options.JudgedOption = JUDGED,
+    parts: options.PartsOption = None,
+    checkpoint: options.CheckpointOption = None,
+    no_pretrained: options.NoPretrainedOption = False,
+    resume: options.ResumeOption = False,
+    device: options.DeviceOption = "cpu",
+    seed: options.SeedOption = 0,
+    threads: options.ThreadsOption = 0,
+    memory: options.MemoryOption = None,
+    json_out: options.JsonOption = None,
 ) -> None:
     """Measure the loss of a model if only one operand is quantized, for each operand and several bits.
 
     The loss is the KL divergence from the float model for a classifier, otherwise the relative squared error.
     Other commands read the result to choose bits within a budget.
     """
-    setup = read_setup(no_pretrained, checkpoint, device, seed, threads, memory)
-    tried = read_widths(widths)
+    setup = options.read_setup(no_pretrained, checkpoint, device, seed, threads, memory)
+    tried = options.read_widths(widths)
     config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # --widths replaces these bits
     partial = partial_of(out, json_out, resume, (source_of(model), checkpoint, data))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -88,9 +62,7 @@ def command(
         tables = [table_of(measurement, "the model")]
     emit_json(record, str(out))
     remove_finished(partial)
-    if json_out != "-":
-        say(*tables, str(out))
-    emit_json(record, json_out)
+    show(record, json_out, *tables, str(out))
 
 
 def table_of(measurement: Sensitivity, name: str) -> Table:

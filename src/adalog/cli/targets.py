@@ -40,49 +40,35 @@ def refuse_weights(target: str, no_pretrained: bool, checkpoint: Path | None) ->
 
 
 def find_calibration(target: str, data: Path | None, count: int, option: str | None = "--images") -> Tensor | ImageSet:
-    """Return the images to select `count` from: the folder `data`, or the bundled images for the bundled model.
-
-    option: the option that sets the count, or None as in `check_count`. Raises DataError if there are fewer images.
-    """
+    """Return the images to select `count` from: the folder `data`, or the bundled ones. option: as in `check_count`."""
     if names_detector(target):
         raise ValueError(f"{target} is a detector, which this command does not support: give a classifier")
     if data is None and target != "demo":
         raise DataError(
             f"{target} has no images of its own: give --data FOLDER with at least {count} images like its training data"
         )
-    images: Tensor | ImageSet
-    if data is None:
-        few = demo.calibration_images()
-        images = few if count <= len(few) else demo.unlabelled_images()
-    else:
-        images = find_images(data)
+    images: Tensor | ImageSet = demo.calibration_images() if data is None else find_images(data)
+    if data is None and count > len(images):
+        images = demo.unlabelled_images()
     check_count(data or target, len(images), count, option)
     return images
 
 
 def check_count(source: Path | str, available: int, count: int, option: str | None = "--images") -> None:
-    """Raise DataError if `count` images are more than the `available` images of `source`.
-
-    option: the option that sets the count; None if --images, --judged and the method set it together.
-    """
-    if count > available and option is None:
-        raise DataError(
-            f"{source} has only {available} images, but --images, --judged and the method need {count}: lower these "
-            "options, choose a method that needs fewer, or give more images"
-        )
-    if count > available:
-        raise DataError(
-            f"{source} has only {available} images, but {option} is {count}: give {option} {available}, or more images"
-        )
+    """Raise DataError if `count`, set by `option` or by several options (None), is more than the images available."""
+    if count <= available:
+        return
+    why = f"{option} is {count}: give {option} {available}, or more images"
+    if option is None:
+        why = f"--images, --judged and the method need {count}: lower these options, choose a method that needs fewer, "
+        why += "or give more images"
+    raise DataError(f"{source} has only {available} images, but {why}")
 
 
 def find_judging(
     target: str, data: Path | None, needed: int, judged: int, seed: int
 ) -> tuple[Tensor | ImageSet, Tensor | ImageSet]:
-    """Select `needed` images to calibrate on, and `judged` other images to measure losses on.
-
-    With the same seed, `quantize` selects the same images to calibrate on.
-    """
+    """Select the images that `quantize` calibrates on with this seed, and `judged` others to measure losses on."""
     images = find_calibration(target, data, needed, None)
     if isinstance(images, Tensor) and needed <= len(images) < len(demo.unlabelled_images()):
         more = demo.unlabelled_images()[len(images) :]
@@ -100,10 +86,7 @@ def find_judging(
 
 
 def bundled_images(file: Path, quantized: QuantizedModel, count: int | None) -> Tensor:
-    """Return the first `count` bundled test images, or all for None, for an artifact of the bundled model.
-
-    Raises DataError for another artifact, and if there are fewer images.
-    """
+    """Return the first `count` bundled test images, or all for None; raise DataError for another model's artifact."""
     check_bundled(file, quantized)
     bundled = demo.test_images()[0]
     if count is not None and count > len(bundled):
@@ -143,12 +126,9 @@ def find_preprocessing(file: Path, quantized: QuantizedModel, loaded: zoo.Loaded
 
     Raises DataError if there is neither, or if either does not fit the artifact's inputs.
     """
-    candidates: list[tuple[Preprocessing, str]] = []
-    recorded = recorded_preprocessing(file, quantized.provenance)
-    if recorded is not None:
-        candidates.append((recorded, str(file)))
-    if loaded is not None and loaded.preprocessing is not None:
-        candidates.append((loaded.preprocessing, loaded.name))
+    own = recorded_preprocessing(file, quantized.provenance), str(file)
+    full = (None, "") if loaded is None else (loaded.preprocessing, loaded.name)
+    candidates = [(preprocessing, source) for preprocessing, source in (own, full) if preprocessing is not None]
     if not candidates:
         raise DataError(
             f"{file} does not record how to prepare images: give `adalog evaluate` a --model, or record it in Python "

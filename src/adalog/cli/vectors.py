@@ -7,7 +7,7 @@ import typer
 
 import adalog
 from adalog import DataError, files
-from adalog.cli.console import check_outputs, emit_json, say
+from adalog.cli.console import check_outputs, show
 from adalog.cli.options import DrawOption, JsonOption
 from adalog.cli.targets import bundled_images, check_count, compile_artifact, find_preprocessing
 from adalog.inputs.images import find_images
@@ -41,6 +41,5 @@ def command(
     content = vectors(model, site, tensors)
     files.write_folder(out, content)
     sizes = {name: len(value) for name, value in sorted(content.items())}
-    if json_out != "-":
-        say(*(f"{out / name}: {size:,} bytes" for name, size in sizes.items()))
-    emit_json({"folder": str(out), "files": sizes}, json_out)
+    texts = (f"{out / name}: {size:,} bytes" for name, size in sizes.items())
+    show({"folder": str(out), "files": sizes}, json_out, *texts)

@@ -50,7 +50,6 @@ def describe_score(name: str, score: Score, reference: str | None, full: Score |
 
 
 def census_table(facts: Mapping[str, Any]) -> Table:
-    """Return a table of the sites that `zoo.inspect` found."""
     title = f"{escape(facts['model'])}: {facts['parameters']:,} parameters, images {facts['images']}"
     table = Table(*texts("site", "role", "left", "right", "weight"), title=title)
     for row in facts["sites"]:
@@ -70,9 +69,9 @@ def census_lines(facts: Mapping[str, Any]) -> str:
 
 
 def methods_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of methods with their sources and the choices that differ from the defaults."""
-    title = "Methods, with the choices that differ from the defaults"
-    table = Table(*texts("method", "source", "choices"), title=title)
+    table = Table(
+        *texts("method", "source", "choices"), title="Methods, with the choices that differ from the defaults"
+    )
     for row in rows:
         choices = ", ".join(f"{name} = {_choice(value)}" for name, value in row["choices"].items())
         table.add_row(row["name"], escape(row["source"]), escape(choices))
@@ -146,10 +145,8 @@ def cost_table(title: str, result: Cost) -> Table:
     """Return a table of costs with one row per role."""
     table = Table("role", *numbers("count", "FixOPs", "BOPs", "weight bytes"), title=escape(title))
     for role, row in result.by_role().items():
-        kind = "" if role in PRODUCT_ROLES else "dim"
-        table.add_row(
-            role, f"{row.count:,}", f"{row.fixops:,.0f}", f"{row.bops:,}", f"{row.weight_bytes:,}", style=kind
-        )
+        cells = (f"{row.count:,}", f"{row.fixops:,.0f}", f"{row.bops:,}", f"{row.weight_bytes:,}")
+        table.add_row(role, *cells, style="" if role in PRODUCT_ROLES else "dim")
     return table
 
 

@@ -18,10 +18,7 @@ _WIDTH, _BASE = 320, 92  # width, and y of the axis, in the picture of an operan
 
 
 def shade(value: float | None, steps: Sequence[float]) -> str:
-    """Return the class of a cell's colour, from k0 for the least loss to k5; kf for a missing value.
-
-    steps: the limits between the shades, in order of increasing loss.
-    """
+    """Return the class of a cell's colour, from k0 for the least loss to k5; kf for a missing value."""
     if value is None or not isfinite(value):
         return "kf"
     falls = steps[0] > steps[-1]
@@ -54,8 +51,7 @@ class Band:
 def model_picture(sites: Sequence[SiteFacts], bands: Sequence[Sequence[Band]], name: str, to: str) -> Markup:
     """Draw the blocks from top to bottom and their sites from left to right, in order of execution, as links.
 
-    bands: the numbers in the cell of each site.
-    to: the prefix of a cell's link target, before the number of the site.
+    bands: the numbers in the cell of each site. to: what precedes the number of a site in the target of its link.
     """
     blocks: dict[int, list[int]] = {}
     for number, site in enumerate(sites):
@@ -65,11 +61,8 @@ def model_picture(sites: Sequence[SiteFacts], bands: Sequence[Sequence[Band]], n
     parts, top = [], 4
     for _, members in sorted(blocks.items()):
         prefix = _prefix([sites[number].row.site for number in members])
-        parts.append(
-            Markup('<circle class="dot" cx="7" cy="{}" r="4"/><text class="block" x="18" y="{}">{}</text>').format(
-                top + 19, top + 23, _tail(prefix, 16) or "–"
-            )
-        )
+        block = Markup('<circle class="dot" cx="7" cy="{}" r="4"/><text class="block" x="18" y="{}">{}</text>')
+        parts.append(block.format(top + 19, top + 23, _tail(prefix, 16) or "–"))
         for place, number in enumerate(members):
             box = _LABEL + place % _ACROSS * wide, top + place // _ACROSS * _HIGH, wide - 6
             parts.append(_cell(sites[number], prefix, box, bands[number], f"{to}{number}"))
@@ -118,9 +111,8 @@ def operand_picture(operand: OperandFacts, name: str) -> Markup:
     if operand.weight is not None:
         counts = operand.code_counts
         top = 2**operand.bits - 1 if operand.bits else 0
-        return _svg(
-            f"{name}: how often each code occurs", [_bars(counts, 8, logarithmic=False)], ("code 0", f"code {top}")
-        )
+        bars = _bars(counts, 8, logarithmic=False)
+        return _svg(f"{name}: how often each code occurs", [bars], ("code 0", f"code {top}"))
     if operand.quantizer is None:
         return Markup("")
     axis = Axis.of(operand.quantizer)
@@ -139,10 +131,7 @@ def operand_picture(operand: OperandFacts, name: str) -> Markup:
 
 
 def _svg(title: str, parts: Iterable[Markup], ends: tuple[str, str], middle: str = "") -> Markup:
-    """Return the frame of an operand's picture.
-
-    ends, middle: labels below its axis.
-    """
+    """Return the frame of an operand's picture. ends, middle: labels below its axis."""
     label = Markup('<text class="mid" x="160" y="106">{}</text>').format(middle) if middle else ""
     return Markup(
         '<svg class="chart" viewBox="0 0 320 110" role="img"><title>{}</title>{}<path class="axis" d="M0 92.5H320"/>'
@@ -151,10 +140,7 @@ def _svg(title: str, parts: Iterable[Markup], ends: tuple[str, str], middle: str
 
 
 def _bars(counts: Tensor, top: int, *, logarithmic: bool) -> Markup:
-    """Draw bars as one outline, up to y = top.
-
-    logarithmic: True for bars with logarithmic heights, which make tails visible.
-    """
+    """Draw bars as one outline, up to y = top; logarithmic heights make tails visible."""
     scaled = [log2(1 + count) if logarithmic else count for count in counts.tolist()]
     most = max(scaled, default=0) or 1
     wide, path, before = _WIDTH / len(scaled), f"M0 {_BASE}", _BASE
@@ -176,10 +162,8 @@ def _ticks(axis: Axis, levels: Tensor, y: int, high: int, apart: int) -> Markup:
             runs.append([x, x])
     start, end = runs[0][0], runs[-1][1]
     path = f"M{start} {y + high // 2}H{end}M{start} {y}"
-    for (first, last), (following, _) in zip(
-        runs, [*runs[1:], runs[-1]], strict=True
-    ):  # relative steps need fewer bytes
-        step = following - first
+    for (first, last), (following, _) in zip(runs, [*runs[1:], runs[-1]], strict=True):
+        step = following - first  # relative steps need fewer bytes
         path += f"v{high}h{last - first}v-{high}zm{step} 0" if last > first else f"v{high}m{step}-{high}"
     return Markup('<path class="ticks" d="{}"/>').format(path)
 
@@ -196,31 +180,19 @@ def interval_picture(shares: Sequence[tuple[str, dict[str, float]]]) -> Markup:
     def at(value: float) -> str:
         return f"{140 + 330 * (value - low) / (high - low):.1f}"
 
+    row = Markup(
+        '<text x="0" y="{y}">{name}</text><path class="interval" d="M{a} {m}H{b}M{a} {t}v8M{b} {t}v8"/>'
+        '<circle class="point" cx="{c}" cy="{m}" r="4"/>'
+    )
     rows = [
-        Markup(
-            '<text x="0" y="{y}">{name}</text><path class="interval" d="M{a} {m}H{b}M{a} {t}v8M{b} {t}v8"/>'
-            '<circle class="point" cx="{c}" cy="{m}" r="4"/>'
-        ).format(
-            y=28 * index + 20,
-            m=28 * index + 16,
-            t=28 * index + 12,
-            name=name,
-            a=at(share["low"]),
-            b=at(share["high"]),
-            c=at(share["value"]),
+        row.format(
+            y=y + 20, m=y + 16, t=y + 12, name=name, a=at(share["low"]), b=at(share["high"]), c=at(share["value"])
         )
-        for index, (name, share) in enumerate(shares)
+        for y, (name, share) in zip(range(0, 28 * len(shares), 28), shares, strict=True)
     ]
     bottom = 28 * len(shares) + 14
     return Markup(
         '<svg class="chart wide" viewBox="0 0 480 {h}" role="img"><title>Top-1 with 95 % intervals</title>{rows}'
-        '<path class="axis" d="M140 {a}H470"/><text x="140" y="{b}">{low}</text>'
-        '<text class="end" x="470" y="{b}">{high}</text></svg>'
-    ).format(
-        h=bottom + 14,
-        rows=Markup("").join(rows),
-        a=bottom - 4,
-        b=bottom + 10,
-        low=f"{100 * low:.1f} %",
-        high=f"{100 * high:.1f} %",
-    )
+        '<path class="axis" d="M140 {a}H470"/><text x="140" y="{b}">{low:.1f} %</text>'
+        '<text class="end" x="470" y="{b}">{high:.1f} %</text></svg>'
+    ).format(h=bottom + 14, rows=Markup("").join(rows), a=bottom - 4, b=bottom + 10, low=100 * low, high=100 * high)

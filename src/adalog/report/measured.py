@@ -4,12 +4,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 from adalog import artifact
-from adalog.errors import DataError, one_line
+from adalog.errors import DataError
+from adalog.inputs.refusals import refusal
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import FLOAT_BITS
 from adalog.report.sites import SiteFacts
@@ -17,10 +19,7 @@ from adalog.study import sensitivity
 from adalog.study.cost import cost
 from adalog.study.sensitivity import Measure
 
-MEASURES: dict[Measure, str] = {
-    "kl": "KL divergence [nats]",
-    "relative squared error": "relative squared error",
-}
+MEASURES: dict[Measure, str] = {"kl": "KL divergence [nats]", "relative squared error": "relative squared error"}
 _MOST = 1e15  # upper limit of any number
 _SHARE = {"value": float, "low": float, "high": float}
 _JUDGED = {"agreement": float, "kl": float, "lost": int, "gained": int, "p_value": float}
@@ -29,11 +28,7 @@ _ROW = {"executor": str, "batch": int, "cpu_ms": float, "wall_ms": float, "image
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses of a `study.sensitivity.Sensitivity` by site.
-
-    losses: by (site, operand) and bits.
-    groups: the sites that share one loss, by (site, operand).
-    """
+    """The losses by (site, operand) and bits, and the groups of sites that share one loss, by (site, operand)."""
 
     measure: Measure
     images: int
@@ -51,7 +46,7 @@ class Losses:
 
     def loss_of(self, site: SiteFacts) -> float | None:
         """Return the sum over the site's operands, or None if one of them was not measured."""
-        losses = list(self.losses_of(site).values())
+        losses = self.losses_of(site).values()
         known = [loss for loss in losses if loss is not None]
         return sum(known) if losses and len(known) == len(losses) else None
 
@@ -65,19 +60,15 @@ class Losses:
 
 
 def read_sensitivity(path: Path, quantized: QuantizedProgram) -> Losses:
-    """Read the JSON of `adalog sensitivity` of this model.
-
-    Raises DataError for a file of another form or of another model.
-    """
+    """Read the JSON of `adalog sensitivity`. Raises DataError for another form or another model."""
     measurement = sensitivity.read(path)
     sites = {unit.name: tuple(site.site for site in unit.sites) for unit in measurement.units}
     losses: dict[tuple[str, str], dict[int, float]] = {}
+    groups: dict[tuple[str, str], tuple[str, ...]] = {}
     for row in measurement.rows:
         for name in sites[row.unit]:
             losses.setdefault((name, row.operand), {})[row.bits] = row.loss
-    groups: dict[tuple[str, str], tuple[str, ...]] = {}
-    for row in measurement.rows:
-        groups |= {(name, row.operand): sites[row.unit] for name in sites[row.unit]}
+            groups[name, row.operand] = sites[row.unit]
     counts = Counter[str]()  # a layer that is called several times has one row per call
     for product in cost(quantized.program, quantized.example).products:
         counts[product.name] += product.count
@@ -97,12 +88,9 @@ def read_sensitivity(path: Path, quantized: QuantizedProgram) -> Losses:
 
 
 def read_evaluation(path: Path, quantized: QuantizedProgram) -> dict[str, Any]:
-    """Read the JSON of `adalog evaluate` of this artifact.
-
-    Raises DataError for a file of another form or of another artifact.
-    """
+    """Read the JSON of `adalog evaluate`. Raises DataError for another form or another artifact."""
     content = _read(path, "evaluate")
-    try:
+    with _only_json_of(path, "evaluate"):
         _fields(content, {"images": int, "sites": list})
         for score in (content, content.get("full_precision") or {"images": 0}):
             _fields(score, {"images": int})
@@ -114,8 +102,6 @@ def read_evaluation(path: Path, quantized: QuantizedProgram) -> dict[str, Any]:
             if score.get("p_value") is not None:
                 _fields(score, {"lost": int, "gained": int})
         _optional(content, {"file": str, "executor": str, "reference": str})
-    except ValueError as cause:
-        raise _other(path, "evaluate", cause) from cause
     if content["sites"] != artifact.describe(quantized)["sites"]:
         raise DataError(
             f"{path} belongs to another artifact, whose sites differ: run `adalog evaluate --json` on this one"
@@ -126,19 +112,14 @@ def read_evaluation(path: Path, quantized: QuantizedProgram) -> dict[str, Any]:
 
 
 def read_bench(path: Path, digest: str) -> dict[str, Any]:
-    """Read the JSON of `adalog bench` of the artifact with this SHA-256.
-
-    Raises DataError for a file of another form or of another artifact.
-    """
+    """Read the JSON of `adalog bench`. Raises DataError for another form or an artifact with another SHA-256."""
     content = _read(path, "bench")
-    try:
+    with _only_json_of(path, "bench"):
         _fields(content, {"file": str, "sha256": str, "threads": int, "rows": list, "absent": dict})
         _check(content["sha256"] == digest, "it belongs to another artifact")
         for row in content["rows"]:
             _fields(row, _ROW)
             _check(row["batch"] > 0, "a batch has no images")
-    except ValueError as cause:
-        raise _other(path, "bench", cause) from cause
     return content | {"file": PurePath(content["file"]).name}
 
 
@@ -148,18 +129,18 @@ def _read(path: Path, command: str) -> dict[str, Any]:
             raise ValueError(f"{text} is not a JSON number")
         return float(text)
 
-    try:
-        if path.exists() and not path.is_file():
-            raise DataError(f"{path} cannot be read: not a regular file")
+    with refusal(f"{path} cannot be read", f"make it with `adalog {command} --json`"):
+        _check(path.is_file() or not path.exists(), "not a regular file")
         content = path.read_bytes()
-    except (OSError, ValueError) as cause:
-        raise DataError(f"{path} cannot be read: {getattr(cause, 'strerror', None) or one_line(cause)}") from cause
-    try:
+    with _only_json_of(path, command):
         record = json.loads(content, parse_float=finite, parse_constant=finite)
         _check(isinstance(record, dict), "it is not an object")
-    except (ValueError, RecursionError) as cause:
-        raise _other(path, command, cause) from cause
     return record
+
+
+def _only_json_of(path: Path, command: str) -> AbstractContextManager[None]:
+    """Turn an error about the content of a file, raised while the context is open, into a DataError."""
+    return refusal(f"{path} is not the JSON of `adalog {command}`", f"make it with `adalog {command} --json`")
 
 
 def _fields(record: Any, kinds: Mapping[str, type]) -> None:
@@ -179,8 +160,3 @@ def _optional(record: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
 def _check(holds: bool, message: str) -> None:
     if not holds:
         raise ValueError(message)
-
-
-def _other(path: Path, command: str, cause: Exception) -> DataError:
-    why = str(cause) if type(cause) is ValueError else one_line(cause)
-    return DataError(f"{path} is not the JSON of `adalog {command}`: {why}; make it with `adalog {command} --json`")

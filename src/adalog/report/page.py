@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.resources import files
 from math import isfinite
@@ -20,48 +20,27 @@ from adalog.inputs.zoo import DEMO_PREPROCESSING
 from adalog.ledger import float_lines
 from adalog.methods import METHODS
 from adalog.quantizers import FLOAT_BITS
-from adalog.report.charts import (
-    SHARE_STEPS,
-    SQNR_STEPS,
-    Band,
-    interval_picture,
-    model_picture,
-    operand_picture,
-    shade,
-    short,
-)
+from adalog.report import charts
+from adalog.report.charts import Band, shade, short
 from adalog.report.measured import MEASURES, Losses
-from adalog.report.sites import OperandFacts, ReportData, SiteFacts
+from adalog.report.sites import ReportData, SiteFacts
 
-# Columns of the tables of sites: (key in the page's JSON, heading, True for numbers).
-_COLUMNS = (
-    ("number", "#", True),
-    ("site", "Site", False),
-    ("role", "Role", False),
-    ("source", "After", False),
-    ("bits", "Bits", False),
-    ("left", "Left operand", False),
-    ("right", "Right operand", False),
-    ("sqnr", "SQNR [dB]", True),
-    ("loss", "Loss", True),
-    ("fixops", "FixOPs [10⁶]", True),
-    ("bytes", "Bytes", True),
-)
+# Headings of the tables of sites, by the key in the page's JSON.
+_COLUMNS = {
+    "number": "#",
+    "site": "Site",
+    "role": "Role",
+    "source": "After",
+    "bits": "Bits",
+    "left": "Left operand",
+} | {"right": "Right operand", "sqnr": "SQNR [dB]", "loss": "Loss", "fixops": "FixOPs [10⁶]", "bytes": "Bytes"}
 _COMPARED = (
-    ("number", "#", True),
-    ("site", "Site", False),
-    ("role", "Role", False),
-    ("bits", "Bits of A", False),
-    ("bits_b", "Bits of B", False),
-    ("sqnr", "SQNR of A [dB]", True),
-    ("sqnr_b", "SQNR of B [dB]", True),
-    ("sqnr_more", "B − A [dB]", True),
-    ("loss", "Loss of A", True),
-    ("loss_b", "Loss of B", True),
-    ("bytes", "Bytes of A", True),
-    ("bytes_b", "Bytes of B", True),
-    ("bytes_more", "B − A [bytes]", True),
+    {"number": "#", "site": "Site", "role": "Role", "bits": "Bits of A", "bits_b": "Bits of B"}
+    | {"sqnr": "SQNR of A [dB]", "sqnr_b": "SQNR of B [dB]", "sqnr_more": "B − A [dB]"}
+    | {"loss": "Loss of A", "loss_b": "Loss of B"}
+    | {"bytes": "Bytes of A", "bytes_b": "Bytes of B", "bytes_more": "B − A [bytes]"}
 )
+# Formats of the columns of numbers; those of B and of differences have a suffix.
 _FORMS = {"number": "d", "sqnr": ".1f", "fixops": ",.2f", "bytes": ",d", "loss": ".3g"}
 
 
@@ -87,21 +66,16 @@ def report(
         "report.html",
         title=subject.name,
         files=[_facts_of(subject, sensitivity, rows)],
-        picture=model_picture(subject.sites, bands, subject.name, "site-"),
-        columns=_visible_columns(_COLUMNS, sensitivity),
+        picture=charts.model_picture(subject.sites, bands, subject.name, "site-"),
+        headings=_COLUMNS,
         rows=rows,
         details=[
-            {
-                "row": row,
-                "operands": [
-                    _operand(*side, site, sensitivity) for side in zip(("Left", "Right"), site.operands, strict=True)
-                ],
-            }
+            {"row": row, "operands": [_operand(side, site, sensitivity) for side in ("left", "right")]}
             for row, site in zip(rows, subject.sites, strict=True)
         ],
         images=subject.images,
         evaluation=evaluation,
-        intervals=interval_picture(shares) if shares else None,
+        intervals=charts.interval_picture(shares) if shares else None,
         bench=bench,
         slowest=max((row["wall_ms"] / row["batch"] for row in (bench or {"rows": []})["rows"]), default=0),
         sensitivity=sensitivity,
@@ -124,8 +98,8 @@ def comparison(first: ReportData, second: ReportData, *, sensitivity: Losses | N
         "compare.html",
         title=f"{first.name} and {second.name}",
         files=facts,
-        picture=model_picture([sites[name] for name in names], bands, "both files", "row-"),
-        columns=_visible_columns(_COMPARED, sensitivity),
+        picture=charts.model_picture([sites[name] for name in names], bands, "both files", "row-"),
+        headings=_COMPARED,
         rows=rows,
         choices={key: values for key, values in choices.items() if values[0] != values[1]},
         sensitivity=sensitivity,
@@ -142,12 +116,6 @@ def _compare(number: int, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any
         row[f"{key}_more"] = None if None in pair else pair[1] - pair[0]
     keys = [[row.get(key) for key in ("left", "right", "bits")] for row in (a, b)]
     return row | {"differs": keys[0] != keys[1]}
-
-
-def _visible_columns(
-    columns: Sequence[tuple[str, str, bool]], sensitivity: Losses | None
-) -> list[tuple[str, str, bool]]:
-    return [column for column in columns if sensitivity is not None or not column[0].startswith("loss")]
 
 
 def _rows(subject: ReportData, sensitivity: Losses | None) -> list[dict[str, Any]]:
@@ -206,9 +174,9 @@ def _why_float(site: SiteFacts) -> str:
     return f"the settings give its {' and '.join(sides)} operand {FLOAT_BITS} bits"
 
 
-def _operand(side: str, operand: OperandFacts, site: SiteFacts, sensitivity: Losses | None) -> dict[str, Any]:
-    """Return the facts and the picture of an operand."""
-    facts = []
+def _operand(side: str, site: SiteFacts, sensitivity: Losses | None) -> dict[str, Any]:
+    """Return the facts and the picture of the left or the right operand."""
+    operand, facts = getattr(site, side), []
     if operand.quantizer is not None:
         low, high = operand.quantizer.bounds()
         scales = operand.quantizer.scale.numel()
@@ -219,12 +187,12 @@ def _operand(side: str, operand: OperandFacts, site: SiteFacts, sensitivity: Los
     losses = {} if sensitivity is None else sensitivity.losses.get((site.row.site, operand.kind), {})
     group = () if sensitivity is None else sensitivity.groups.get((site.row.site, operand.kind), ())
     return {
-        "side": side,
+        "side": side.capitalize(),
         "kind": operand.kind,
         "words": operand.words,
         "bits": operand.bits,
         "facts": facts,
-        "picture": operand_picture(operand, f"{site.row.site}, {side.lower()}"),
+        "picture": charts.operand_picture(operand, f"{site.row.site}, {side}"),
         "losses": [(bits, short(loss)) for bits, loss in sorted(losses.items())],
         "shared": [name for name in group if name != site.row.site],
     }
@@ -280,7 +248,7 @@ def _command(subject: ReportData) -> str | None:
     return shlex.join([*words, "-o", subject.name])
 
 
-def _render(template: str, **values: Any) -> bytes:
+def _render(template: str, headings: Mapping[str, str], sensitivity: Losses | None, **values: Any) -> bytes:
     """Return a page with its own style and script; its policy forbids other scripts and any download."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -295,9 +263,12 @@ def _render(template: str, **values: Any) -> bytes:
         lstrip_blocks=True,
     )
     environment.filters |= {"short": short, "cell": _cell_text, "shade": shade, "json": _json}
-    environment.globals |= {"SQNR_STEPS": SQNR_STEPS, "SHARE_STEPS": SHARE_STEPS, "MEASURES": MEASURES}
+    environment.globals |= {"SQNR_STEPS": charts.SQNR_STEPS, "SHARE_STEPS": charts.SHARE_STEPS, "MEASURES": MEASURES}
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
-    page = environment.get_template(template).render(style=style, script=script, policy=policy, **values)
+    shown = [key for key in headings if sensitivity is not None or not key.startswith("loss")]
+    columns = [(key, headings[key], _form_of(key) is not None) for key in shown]
+    values |= {"columns": columns, "sensitivity": sensitivity, "style": style, "script": script, "policy": policy}
+    page = environment.get_template(template).render(**values)
     return page.encode("utf-8", "backslashreplace")
 
 
@@ -311,5 +282,9 @@ def _cell_text(row: dict[str, Any], key: str) -> str:
     value = row[key]
     if not isinstance(value, (int, float)):
         return "–" if value is None else str(value)
-    form = _FORMS[key.removesuffix("_b").removesuffix("_more")]
+    form = _form_of(key) or ""
     return format(value, f"+{form}" if value and key.endswith("_more") else form)
+
+
+def _form_of(key: str) -> str | None:
+    return _FORMS.get(key.removesuffix("_b").removesuffix("_more"))

@@ -24,10 +24,7 @@ _OCTAVES = 16  # longest span of a logarithmic axis
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis that places the values of an operand from 0 to 1; logarithmic for logarithmic levels.
-
-    lift: a constant that is added to the values before the logarithm.
-    """
+    """An axis that places values from 0 to 1; `lift` is added to them before the logarithm, if it has one."""
 
     low: float
     high: float
@@ -54,7 +51,6 @@ class Axis:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The values at both ends."""
         return (2.0**self.low - self.lift, 2.0**self.high - self.lift) if self.logarithmic else (self.low, self.high)
 
 
@@ -77,11 +73,8 @@ class ValueHistogram:
 class OperandFacts:
     """One operand of a site.
 
-    kind: "weight", "activation", "softmax" or "input".
-    words: its quantizer, as in the ledger.
-    bits: 32 in float; None if the file's program does not have the site.
-    weight: its codes, if it is a stored weight.
-    histogram: its values on images, if there are any.
+    kind: "weight", "activation", "softmax" or "input". words: its quantizer, as in the ledger.
+    bits: 32 in float; None if the file's program does not have the site. weight: its codes, if it is a stored weight.
     """
 
     kind: str
@@ -103,23 +96,16 @@ class OperandFacts:
         """The levels for each of the first `MOST_SCALES` scales."""
         if self.quantizer is None:
             return []
-        count = min(self.quantizer.scale.numel(), MOST_SCALES)
-        return [self.quantizer.map(lambda value, i=index: _nth(value, i)).levels() for index in range(count)]  # type: ignore[misc]
 
+        def levels_of(index: int, quantizer: Quantizer) -> Tensor:  # one parameter may serve all scales
+            return quantizer.map(lambda value: value.reshape(-1)[index % value.numel()]).levels()
 
-def _nth(value: Tensor, index: int) -> Tensor:
-    """Return a parameter by the index of its scale; one parameter may serve all scales."""
-    return value.reshape(-1)[index % value.numel()]
+        return [levels_of(index, self.quantizer) for index in range(min(self.quantizer.scale.numel(), MOST_SCALES))]
 
 
 @dataclass(frozen=True)
 class SiteFacts:
-    """A row of the ledger with facts from the program.
-
-    block: the number of its block, from 0.
-    fixops: per image.
-    weight_bytes: bytes of codes, scales and zero points.
-    """
+    """A row of the ledger, with its block from 0, FixOPs per image, and bytes of codes, scales and zero points."""
 
     row: LedgerRow
     left: OperandFacts
@@ -140,10 +126,7 @@ class SiteFacts:
 
 @dataclass(frozen=True)
 class ReportData:
-    """A file with everything that a report shows.
-
-    images: the number of images for the histograms of activations.
-    """
+    """A file with everything that a report shows. images: the number of images for the histograms of activations."""
 
     name: str
     content: bytes
@@ -168,9 +151,8 @@ def examine(
 ) -> ReportData:
     """Collect everything that a report shows about an artifact.
 
-    name: name of the file. content: its bytes. quantized: the program in it.
+    content: the bytes of the file. quantized: the program in it. progress: called with the number of images done.
     images: (N, C, H, W), to run the model on for the histograms of activations, or None.
-    progress(done): called with the number of images done.
     Raises ProgramError or ValueError if the program cannot run on the images, and ArtifactError for a program that
     `adalog quantize` would not make.
     """
@@ -188,10 +170,7 @@ def examine(
 def _facts(
     quantized: QuantizedProgram, model_cost: Cost, histograms: Mapping[str, ValueHistogram]
 ) -> tuple[SiteFacts, ...]:
-    """Return the rows of the ledger with facts from the program.
-
-    histograms: values by the name of the quantizer.
-    """
+    """Return the rows of the ledger with facts from the program. histograms: by the name of the quantizer."""
     program = quantized.program
     plain, _ = program.unquantize()
     blocks = {name: number for number, block in enumerate(find_blocks(plain)) for name in block.nodes}

@@ -25,10 +25,7 @@ REST = 0.05  # seconds to rest before each run that uses several threads
 
 @dataclass(frozen=True)
 class Times:
-    """Median times of one run [s].
-
-    cpu: CPU time, summed over the threads of the process. wall: elapsed time. repeats: number of timed runs.
-    """
+    """Median times of one run [s]: CPU time, summed over the threads, and elapsed time; and the number of runs."""
 
     cpu: float
     wall: float
@@ -75,10 +72,7 @@ def on_one_thread(run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def executors_here() -> tuple[list[str], dict[str, str]]:
-    """Return the executors to time on this machine, slowest first, and the reason why each other one is missing.
-
-    The first one is "fake", the quantized model itself. "reference" is left out, since it only serves for checks.
-    """
+    """Return the executors to time here, slowest first ("reference" is only for checks), and why others are missing."""
     available = doctor.executors()
     missing = {} if "native" in available else {"native": library.why()}
     return [FAKE, *(name for name in available if name != "reference")], missing
@@ -99,9 +93,7 @@ def bench(
     load_seconds is the time from `load` to the first output, weight_bytes counts the weights that a run reads, and
     cpu_ms and wall_ms are per batch.
     threads: number of threads of "native", while PyTorch has one; the other executors use PyTorch's own setting.
-    full: a full-precision model to time in the same turns, as "fp32".
-    Raises DataError if `full` does not accept the inputs of the artifact, and ValueError for an executor that does not
-    run on this machine, as `QuantizedModel.compile` does.
+    full: a full-precision model to time in the same turns, as "fp32". Raises DataError if it refuses the inputs.
     """
     rows = []
     for batch in batches:
@@ -111,14 +103,13 @@ def bench(
             model = load()
             inputs = noise_like(model.quantized, batch)
             if executor == FAKE:
-                network: nn.Module = model
+                run = functools.partial(model, *inputs)
                 count = sum(model.program.tensors[name].nbytes for name in model.program.weights)
             else:
                 choices = {"threads": threads, "batch": batch} if executor == "native" else {}
-                network = compiled = model.compile(executor, **choices)
-                count = compiled.weight_bytes
-            network(*inputs)
-            run = functools.partial(network, *inputs)
+                compiled = model.compile(executor, **choices)
+                run, count = functools.partial(compiled, *inputs), compiled.weight_bytes
+            run()
             runs[executor] = (on_one_thread(run) if executor == "native" else run, count, time.perf_counter() - start)
         if full is not None:
             inputs = noise_like(load().quantized, batch)

@@ -29,6 +29,7 @@ _TRIES = 8  # plans to make at most; each knows the file's bytes besides the cod
 _HEADER_PER_SITE = 700  # bytes of the program per site, roughly
 _TINY = 1e-12
 _EXCHANGES = 500  # exchanges to make at most
+_Option = tuple[Mapping[OperandKind, int], "Totals"]  # bits for the operands of one unit, and their cost
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Totals:
 
     bytes: float
     bops: float
-    loss: float
+    loss: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,7 @@ class BitAllocation:
     totals: Totals
 
     def pins(self, units: Sequence[Unit], config: Config) -> tuple[tuple[str, str], ...]:
-        """Return the widths as (pattern, bits) for `Config.pinned`, for units whose widths differ from the config's.
-
-        Each pin names the bits of every kind of operand that the unit has.
-        """
+        """Return (pattern, bits) for `Config.pinned`: all bits of each unit that differs from the config."""
         pins = []
         for unit in units:
             own = {
@@ -107,8 +105,7 @@ def quantize_within(
     Sites that the config pins and operands that it leaves float do not change. The bytes and BOPs of the model are
     counted; if one exceeds the budget, a new plan with less to spend is made. Without a limit of operations or loss,
     narrower activations would save nothing, so they keep the widths of the config.
-    resources: the searches of each plan are kept in a file next to the partial file.
-    notes: further entries of the provenance, besides the budget.
+    resources: each plan has a partial file. notes: further entries of the provenance, besides the budget.
     Raises DataError if no widths meet the budget, or if the sensitivity belongs to another model.
     """
     measurement = _free(calibration, config, measurement)
@@ -116,7 +113,7 @@ def quantize_within(
     if budget.bops is None and budget.loss is None:
         fixed = {"activation": config.activation_bits, "softmax": config.softmax_bits, "input": config.input_bits}
     maker = _Maker(calibration, config, measurement, budget, notes or {}, resources)
-    extra = Totals(0.0, 0.0, 0.0)  # what the stages add to the cost
+    extra = Totals(0.0, 0.0)  # what the stages add to the cost
     for _ in range(_TRIES):
         chosen = _without_stages(maker, budget, fixed, extra)
         if not config.stages:
@@ -124,8 +121,7 @@ def quantize_within(
         staged = maker.make(chosen.plan, config)
         if _within(staged, budget):
             return staged
-        more = Totals(staged.bytes - chosen.bytes, staged.bops - chosen.bops, 0.0)
-        extra = Totals(max(extra.bytes, more.bytes), max(extra.bops, more.bops), 0.0)
+        extra = Totals(max(extra.bytes, staged.bytes - chosen.bytes), max(extra.bops, staged.bops - chosen.bops))
     raise DataError("after the stages, no choice of widths was within the budget: increase it a little")
 
 
@@ -162,8 +158,8 @@ def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, i
     """Return the model with the least predicted loss within a budget, if its stages will add `extra` to the cost."""
     plain, overhead, best = replace(maker.config, stages=()), None, None
     for _ in range(_TRIES):
-        costs_besides = overhead or Totals(_bytes_besides_codes(maker.calibration), 0.0, 0.0)
-        total = Totals(costs_besides.bytes + extra.bytes, costs_besides.bops + extra.bops, 0.0)
+        besides = overhead or Totals(_bytes_besides_codes(maker.calibration), 0.0)
+        total = Totals(besides.bytes + extra.bytes, besides.bops + extra.bops)
         try:
             plan = choose(maker.measurement, budget, fixed, total)
         except DataError:
@@ -183,12 +179,12 @@ def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, i
             best = model
         if fits and overhead is not None:
             break
-        excess = Totals(model.bytes - plan.totals.bytes, model.bops - plan.totals.bops, 0.0)
+        excess = Totals(model.bytes - plan.totals.bytes, model.bops - plan.totals.bops)
         former = overhead or excess
-        overhead = Totals(max(former.bytes, excess.bytes), max(former.bops, excess.bops), 0.0)
+        overhead = Totals(max(former.bytes, excess.bytes), max(former.bops, excess.bops))
     if best is None:
         assert overhead is not None
-        choose(maker.measurement, budget, fixed, Totals(overhead.bytes + extra.bytes, overhead.bops + extra.bops, 0.0))
+        choose(maker.measurement, budget, fixed, Totals(overhead.bytes + extra.bytes, overhead.bops + extra.bops))
         raise DataError("no choice of widths was within the budget: increase it a little")
     return best
 
@@ -224,9 +220,10 @@ def _bytes_besides_codes(calibration: Calibration) -> float:
 
 def _narrowest(measurement: Sensitivity, fixed: Mapping[OperandKind, int]) -> BitAllocation:
     """Return the plan with the fewest bytes and, among plans of equal size, the fewest BOPs."""
-    options = [_options(measurement, unit, fixed) for unit in measurement.units]
-    picked = [min(choices, key=lambda option: (option.totals.bytes, option.totals.bops)) for choices in options]
-    return _plan(measurement, picked)
+    options = (_options(measurement, unit, fixed) for unit in measurement.units)
+    return _plan(
+        measurement, [min(choices, key=lambda option: (option[1].bytes, option[1].bops)) for choices in options]
+    )
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
@@ -245,45 +242,25 @@ def choose(
     overhead: the cost of the model besides the units; it counts towards the limits.
     Raises DataError if no widths meet the budget.
     """
-    fixed, overhead = fixed or {}, overhead or Totals(0.0, 0.0, 0.0)
-    options = [_options(measurement, unit, fixed) for unit in measurement.units]
-    table = _Table(
-        [
-            np.array([[option.totals.loss, option.totals.bytes, option.totals.bops] for option in choices])
-            for choices in options
-        ]
-    )
-    most = sum(costs.max(axis=0) for costs in table.costs)
-    limits = np.array([limit or math.inf for limit in (budget.loss, budget.bytes, budget.bops)])
-    limits -= [overhead.loss, overhead.bytes, overhead.bops]
+    overhead = overhead or Totals(0.0, 0.0)
+    options = [_options(measurement, unit, fixed or {}) for unit in measurement.units]
+    table = [np.array([[cost.loss, cost.bytes, cost.bops] for _, cost in choices]) for choices in options]
+    most, besides = sum(costs.max(axis=0) for costs in table), [overhead.loss, overhead.bytes, overhead.bops]
+    limits = np.array([limit or math.inf for limit in (budget.loss, budget.bytes, budget.bops)]) - besides
     aims = np.array([1.0, 0.0, 0.0] if budget.loss is None else [0.0, *(1 / max(value, 1.0) for value in most[1:])])
-    choice = table.solve(aims, limits)
+    choice = _solve(table, aims, limits)
     if choice is None:
-        least = sum(costs.min(axis=0) for costs in table.costs)
+        least = sum(costs.min(axis=0) for costs in table) + besides
         texts = zip(("a loss of {:.4g}", "{:,.0f} bytes", "{:,.0f} BOPs"), least, limits, strict=True)
-        names = [
-            text.format(low + extra)
-            for (text, low, limit), extra in zip(texts, (overhead.loss, overhead.bytes, overhead.bops), strict=True)
-            if limit < math.inf
-        ]
+        names = [text.format(low) for text, low, limit in texts if limit < math.inf]
         raise DataError(f"no choice of widths meets the budget; each limit alone can be as low as {', '.join(names)}")
     return _plan(measurement, [choices[index] for choices, index in zip(options, choice, strict=True)])
 
 
-def _plan(measurement: Sensitivity, picked: Sequence["_Option"]) -> BitAllocation:
-    loss, size, bops = (sum(getattr(option.totals, name) for option in picked) for name in ("loss", "bytes", "bops"))
-    return BitAllocation(
-        {unit.name: option.bits for unit, option in zip(measurement.units, picked, strict=True)},
-        Totals(size, bops, loss),
-    )
-
-
-@dataclass(frozen=True)
-class _Option:
-    """Bits for the operands of one unit, and their cost."""
-
-    bits: Mapping[OperandKind, int]
-    totals: Totals
+def _plan(measurement: Sensitivity, picked: Sequence[_Option]) -> BitAllocation:
+    size, bops, loss = (sum(getattr(cost, name) for _, cost in picked) for name in ("bytes", "bops", "loss"))
+    widths = {unit.name: bits for unit, (bits, _) in zip(measurement.units, picked, strict=True)}
+    return BitAllocation(widths, Totals(size, bops, loss))
 
 
 def _options(measurement: Sensitivity, unit: Unit, fixed: Mapping[OperandKind, int]) -> list[_Option]:
@@ -296,7 +273,7 @@ def _options(measurement: Sensitivity, unit: Unit, fixed: Mapping[OperandKind, i
             raise DataError(
                 f"the loss of {unit.name} with {kind} at {fixed[kind]} bits is missing: measure that width too"
             )
-    options = []
+    options: list[_Option] = []
     for combination in itertools.product(*widths):
         bits = dict(zip(kinds, combination, strict=True))
         by_kind = {kind: rows[kind, width] for kind, width in bits.items()}
@@ -305,70 +282,57 @@ def _options(measurement: Sensitivity, unit: Unit, fixed: Mapping[OperandKind, i
         for index, site in enumerate(unit.sites):
             left, right = (by_kind[kind].widths[index] if kind in by_kind else 0 for kind in (site.left, site.right))
             bops += site.macs * (left or FLOAT_BITS) * (right or FLOAT_BITS)
-        options.append(_Option(bits, Totals(size, bops, sum(row.loss for row in by_kind.values()))))
+        options.append((bits, Totals(size, bops, sum(row.loss for row in by_kind.values()))))
     return options
 
 
-@dataclass(frozen=True)
-class _Table:
-    """The costs of all options: one array (options, 3) per unit, with the columns loss, bytes and BOPs."""
+def _solve(table: Sequence[np.ndarray], aims: np.ndarray, limits: np.ndarray) -> list[int] | None:
+    """Return one option per unit, with the least sum of costs weighted by `aims`; None if none meets the limits.
 
-    costs: Sequence[np.ndarray]
+    Start from the least sum without limits. Until the limits are met, take the step that costs least per relief, the
+    fraction of each excess that it removes. If that fails, start again from the options that take the least of all
+    limits. Then exchange options, alone and in pairs, as long as that helps.
+    table: the costs of all options, (options, 3) per unit. Its columns, aims and limits are loss, bytes and BOPs.
+    """
+    choice = _descend(table, aims, aims, limits)
+    return _descend(table, 1 / np.maximum(limits, _TINY), aims, limits) if choice is None else choice
 
-    def solve(self, aims: np.ndarray, limits: np.ndarray) -> list[int] | None:
-        """Return one option per unit, with the least sum of costs weighted by `aims`; None if none meets the limits.
 
-        Start from the least sum without limits. Until the limits are met, take the step that costs least per relief,
-        the fraction of each excess that it removes. If that fails, start again from the options that take the least of
-        all limits. Then exchange options, alone and in pairs, as long as that helps.
-        aims, limits: (3,), for loss, bytes and BOPs.
-        """
-        choice = self._descend(aims, aims, limits)
-        return self._descend(1 / np.maximum(limits, _TINY), aims, limits) if choice is None else choice
+def _descend(table: Sequence[np.ndarray], start: np.ndarray, aims: np.ndarray, limits: np.ndarray) -> list[int] | None:
+    """Search as `_solve` does, starting from the least sum of costs weighted by `start`."""
+    unit = np.repeat(range(len(table)), [len(costs) for costs in table])
+    costs, first = np.concatenate(table), np.cumsum([0, *map(len, table)])[:-1]
+    worth = costs @ aims
+    choice = first + np.array([np.lexsort((costs.sum(axis=1), costs @ start))[0] for costs in table])
 
-    def _descend(self, start: np.ndarray, aims: np.ndarray, limits: np.ndarray) -> list[int] | None:
-        """Search as `solve` does, starting from the least sum of costs weighted by `start`."""
-        unit = np.concatenate([np.full(len(costs), index) for index, costs in enumerate(self.costs)])
-        costs = np.concatenate(self.costs)
-        first = np.cumsum([0, *map(len, self.costs)])[:-1]
-        worth = costs @ aims
-        choice = first + np.array([np.lexsort((costs.sum(axis=1), costs @ start))[0] for costs in self.costs])
+    def deltas() -> tuple[np.ndarray, np.ndarray]:
+        return worth - worth[choice][unit], costs - costs[choice][unit]
 
-        def deltas() -> tuple[np.ndarray, np.ndarray]:
-            return worth - worth[choice][unit], costs - costs[choice][unit]
-
-        while True:
-            total = costs[choice].sum(axis=0)
-            excess = np.maximum(total - limits, 0.0)
-            if not excess.any():
-                break
-            price, change = deltas()
-            over = excess > 0
-            relief = (np.minimum(-change[:, over], excess[over]) / excess[over]).sum(axis=1)
-            allowed = (relief > _TINY) & (change[:, ~over] <= (limits - total)[~over] + _TINY).all(axis=1)
-            if not allowed.any():
-                return None
-            ratio = np.where(allowed, price / np.where(allowed, relief, 1.0), math.inf)
-            best = int(ratio.argmin())
-            choice[unit[best]] = best
-        self._exchange(choice, unit, deltas, limits, costs)
-        return [int(index - start) for index, start in zip(choice, first, strict=True)]
-
-    def _exchange(
-        self, choice: np.ndarray, unit: np.ndarray, deltas: Any, limits: np.ndarray, costs: np.ndarray
-    ) -> None:
-        """Change the options of one or two units at a time within the limits, until no change lowers the cost."""
-        for _ in range(_EXCHANGES):
-            price, change = deltas()
-            slack = limits - costs[choice].sum(axis=0)
-            alone = np.where((change <= slack).all(axis=1), price, math.inf)
-            best, gain = [int(alone.argmin())], float(alone.min())
-            for index in np.nonzero(price < -_TINY)[0]:
-                fits = (change + change[index] <= slack).all(axis=1) & (unit != unit[index])
-                prices = np.where(fits, price + price[index], math.inf)
-                if prices.min() < gain:
-                    best, gain = [int(index), int(prices.argmin())], float(prices.min())
-            if gain >= -_TINY * max(1.0, abs(float(price.max()))):
-                return
-            for option in best:
-                choice[unit[option]] = option
+    while True:
+        total = costs[choice].sum(axis=0)
+        excess = np.maximum(total - limits, 0.0)
+        if not excess.any():
+            break
+        price, change = deltas()
+        over = excess > 0
+        relief = (np.minimum(-change[:, over], excess[over]) / excess[over]).sum(axis=1)
+        allowed = (relief > _TINY) & (change[:, ~over] <= (limits - total)[~over] + _TINY).all(axis=1)
+        if not allowed.any():
+            return None
+        best = int(np.where(allowed, price / np.where(allowed, relief, 1.0), math.inf).argmin())
+        choice[unit[best]] = best
+    for _ in range(_EXCHANGES):  # of the options of one or two units at a time, until none lowers the cost
+        price, change = deltas()
+        slack = limits - costs[choice].sum(axis=0)
+        alone = np.where((change <= slack).all(axis=1), price, math.inf)
+        changed, gain = [int(alone.argmin())], float(alone.min())
+        for index in np.nonzero(price < -_TINY)[0]:
+            fits = (change + change[index] <= slack).all(axis=1) & (unit != unit[index])
+            prices = np.where(fits, price + price[index], math.inf)
+            if prices.min() < gain:
+                changed, gain = [int(index), int(prices.argmin())], float(prices.min())
+        if gain >= -_TINY * max(1.0, abs(float(price.max()))):
+            break
+        for option in changed:
+            choice[unit[option]] = option
+    return [int(index - offset) for index, offset in zip(choice, first, strict=True)]

@@ -1,9 +1,8 @@
 """Count what one image costs a model, by operation: multiplications, FixOPs, BOPs and bytes.
 
 A FixOP is a product of 8 by 8 bits (APoT; the paper's Table 3), so a product of b1 by b2 bits counts b1 b2 / 64 FixOPs,
-and a product of two float32 numbers counts 16. A BOP is a product of 1 by 1 bit, so a FixOP is 64 BOPs. Both count
-multiplications only; BOPs have no term for the accumulator. Logarithmic codes count as they run, through a table of
-integers. If a quantizer has no table, or on request, they count as Eq. 10 is printed, as mantissas and shifts.
+and a product of two float32 numbers counts 16. A BOP is a product of 1 by 1 bit, so a FixOP is 64 BOPs. Logarithmic
+codes count as they run, through a table of integers; without a table, or on request, as mantissas and shifts (Eq. 10).
 docs/reference/cost.md lists what is counted.
 """
 
@@ -55,8 +54,7 @@ class CostRow:
     codes and back; "look-up" and "shift" (Eq. 10) for logarithmic codes; or the name of a float operation.
     count: MACs of a product, or the number of multiplications, look-ups or shifts.
     left_bits, right_bits: widths of the factors; 0 if nothing is multiplied.
-    weight_bytes: size of the weight, as codes with scales and zero points or as floats; 0 if an earlier row has the
-    same weight.
+    weight_bytes: size of the weight, as codes with scales and zero points or as floats; 0 if an earlier row has it.
     """
 
     name: str
@@ -89,12 +87,10 @@ class RoleCost:
 class Cost:
     """The cost of one image.
 
-    rows: in order of execution.
     size_bytes: size of the stored tensors by part: "codes", "scale" and "zero_point" of weights, "activation" (scales
     and zero points of activations) and "float" (all other tensors).
     table_bytes: size of the tables of logarithmic codes, which are computed when the file is loaded.
-    float_operations: how often each operation runs in float, including operations without a multiplication, as in the
-    summary of a model.
+    float_operations: how often each operation runs in float, including operations without a multiplication.
     """
 
     rows: tuple[CostRow, ...]
@@ -104,7 +100,7 @@ class Cost:
 
     @property
     def products(self) -> tuple[CostRow, ...]:
-        """The rows of products, whose sum gives the MACs of a model."""
+        """The rows of products."""
         return tuple(row for row in self.rows if row.role in PRODUCT_ROLES)
 
     @property
@@ -118,12 +114,10 @@ class Cost:
 
     @property
     def fixops(self) -> float:
-        """The FixOPs of the products."""
         return self.bops / BOPS_PER_FIXOP
 
     @property
     def bops(self) -> int:
-        """The BOPs of the products."""
         return sum(row.bops for row in self.products)
 
     @property
@@ -142,10 +136,8 @@ class Cost:
         }
 
     def to_json(self) -> dict[str, Any]:
-        totals = {"macs": self.macs, "integer_macs": self.integer_macs, "fixops": self.fixops, "bops": self.bops}
-        return {
-            **totals,
-            "elementwise_fixops": self.elementwise_fixops,
+        totals = ("macs", "integer_macs", "fixops", "bops", "elementwise_fixops")
+        return {name: getattr(self, name) for name in totals} | {
             "size_bytes": dict(self.size_bytes),
             "table_bytes": self.table_bytes,
             "float_operations": dict(self.float_operations),
@@ -160,8 +152,7 @@ def cost(program: Program, inputs: Sequence[Tensor | Sequence[int]], *, as_print
     Only shapes are computed, without data.
     inputs: for each input, images (any number of them) that give shape and type; or, for float inputs, a shape without
     the batch axis, such as (3, 224, 224).
-    as_printed: count logarithmic codes by the mantissas and shifts of Eq. 10, as the paper's Table 3 must have done,
-    even if the quantizers have tables.
+    as_printed: count logarithmic codes by mantissas and shifts (Eq. 10), as Table 3 must do, even if they have tables.
     Raises ValueError if the program does not run on such inputs.
     """
     if as_printed:
@@ -205,8 +196,7 @@ def _product_rows(
 ) -> Iterator[CostRow]:
     """Yield a product, its shifts (Eq. 10) if it has no table, and its conversion to float if both operands are codes.
 
-    site: the site in the program without quantizers, which has the site's name. node: the same product in the quantized
-    program.
+    site: the site in the program without quantizers, which has its name. node: the product in the quantized program.
     """
     count = _macs(site, values)
     operands = [quantizers.get(ref.name) for ref in node.args[:2]]
@@ -220,10 +210,7 @@ def _product_rows(
 
 
 def _quantize_rows(name: str, count: int, quantizer: Quantizer) -> Iterator[CostRow]:
-    """Yield one x / scale per element, and the look-ups of a logarithmic code.
-
-    A logarithmic code looks up its integer, or its mantissa and its shift (Eqs. 8-9).
-    """
+    """Yield one x / scale per element, and a log code's look-ups of its integer, or mantissa and shift (Eqs. 8-9)."""
     yield CostRow(name, "quantize", count, FLOAT_BITS, FLOAT_BITS)
     if quantizer.look_ups:
         yield CostRow(name, "look-up", quantizer.look_ups * count)

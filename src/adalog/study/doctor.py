@@ -16,24 +16,13 @@ NEEDED = ("adalog", "torch", "numpy", "safetensors")
 OPTIONAL = ("timm", "torchvision", "transformers", "onnx", "onnxruntime", "openvino", "nncf", "executorch")
 # The processor features that kernels use, as Linux names them.
 FEATURES = (
-    "avx2",
-    "fma",
-    "avx_vnni",
-    "avx512f",
-    "avx512bw",
-    "avx512vl",
-    "avx512_vnni",
-    "avx512_bf16",
-    "amx_int8",
-    "amx_bf16",
-    "asimddp",
-    "i8mm",
+    *("avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"),
+    *("amx_int8", "amx_bf16", "asimddp", "i8mm"),
 )
 
 
 def examine() -> dict[str, Any]:
     """Return versions, processor, threads, executors and kernels as JSON; the version of a missing package is None."""
-    kernels = library.about()
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -43,7 +32,7 @@ def examine() -> dict[str, Any]:
         "cores": available_cores(),
         "torch_threads": torch.get_num_threads(),
         "executors": executors(),
-        "native": kernels,
+        "native": library.about(),
     }
 
 
@@ -79,8 +68,7 @@ def available_cores() -> int:
 
 def processor() -> str:
     """Return the name of the processor."""
-    names = _cpuinfo("model name")
-    return names or platform.processor() or platform.machine()
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def features() -> list[str] | None:

@@ -48,10 +48,7 @@ def add_legend(figure: "Figure", axis: "Axes", columns: int) -> None:
 
 
 def render(figure: "Figure", form: str, description: str = "") -> bytes:
-    """Return a figure as "png" or "svg"; the bytes are the same each time with one version of matplotlib.
-
-    description: a text for the file's metadata.
-    """
+    """Return a figure as "png" or "svg"; one version of matplotlib gives the same bytes each time."""
     import matplotlib
 
     picture = io.BytesIO()
@@ -74,7 +71,7 @@ def render(figure: "Figure", form: str, description: str = "") -> bytes:
 
 def _palette() -> list[int]:
     """Return the 256 colours of a picture as RGB values: shades, colours, and steps from each colour to white."""
-    plain = [[int(colour[place : place + 2], 16) for place in (1, 3, 5)] for colour in (*SHADES, *COLOURS)]
+    plain = [list(bytes.fromhex(colour[1:])) for colour in (*SHADES, *COLOURS)]
     strong, weights = plain[len(SHADES) :], [step / 8 for step in range(1, 8)]
     faded = [[round(255 + (value - 255) * weight) for value in colour] for colour in strong for weight in weights]
     colours = plain + faded

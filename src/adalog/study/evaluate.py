@@ -39,19 +39,17 @@ T = TypeVar("T")
 def batch_on(device: torch.device | str | None, networks: Sequence[Any]) -> int:
     """Return how many images to run together: 20 on a processor, and as many as memory allows elsewhere.
 
-    networks: the networks that run on them, one after the other. The programs of quantized networks say how much memory
-    they need, and the other networks need no more than these. Without a quantized network it is a guess.
+    networks: run one after the other. The programs of quantized ones say how much memory they need, and the other
+    networks need no more than these. Without a quantized network it is a guess.
     """
     place = torch.device("cpu" if device is None else device)
     if place.type == "cpu":
         return BATCH
-    programs = [
-        program for network in networks if isinstance(program := getattr(network, "quantized", None), QuantizedProgram)
-    ]
-    images = [program.one_image() for program in programs if program.example]
+    programs = (getattr(network, "quantized", None) for network in networks)
     peaks = [
-        peak_bytes(program.program, trace(program.program, image))
-        for program, image in zip(programs, images, strict=True)
+        peak_bytes(quantized.program, trace(quantized.program, quantized.one_image()))
+        for quantized in programs
+        if isinstance(quantized, QuantizedProgram)
     ]
     if not peaks:
         return max(BATCH, images_at_once(place, _BYTES_OF_IMAGE, BATCH))
@@ -69,9 +67,7 @@ def predict(
     """Return the model's logits, or the features of a model without a classifier: float32 on the CPU, (N, C).
 
     images: (N, 3, H, W), which run `batch` at a time (default: `batch_on`); or batches (B, 3, H, W), with at most
-    jobs + 1 of them in memory.
-    jobs: number of batches that run at the same time, in threads.
-    device: the device that batches are moved to first.
+    jobs + 1 of them in memory. jobs: number of batches that run at the same time, in threads.
     The output may be a tensor, a structure with `logits`, or a tuple whose first element is the logits. Raises
     DataError for other outputs, for NaN, and if there are no images.
     """
@@ -113,10 +109,7 @@ class PreparedImages:
         return len(self.images)
 
     def __call__(self, numbers: range) -> Tensor:
-        """Return the images with these consecutive numbers, (B, 3, H, W).
-
-        Raises DataError for a file that is not an image.
-        """
+        """Return the images with these consecutive numbers, (B, 3, H, W)."""
         if isinstance(self.images, Tensor):
             return self.images[numbers.start : numbers.stop]
         assert self.preprocessing is not None
@@ -129,9 +122,7 @@ def in_batches(
     """Return the results of `make` for each batch of images, in order.
 
     make: takes the numbers of its images, in the range of `count`, and reads them itself, so that at most as many
-    batches are in memory as there are jobs. Progress counts images.
-    coded: how results are sent to all ranks.
-    Raises DataError if there are no images.
+    batches are in memory as there are jobs. Progress counts images. Raises DataError if there are none.
     """
     if not count:
         raise DataError("there are no images to evaluate the model on: give at least one")
@@ -151,15 +142,11 @@ def in_batches(
 
 def _logits(output: Any, images: int) -> Tensor:
     """Return the logits in a model's output. Raises DataError if there are none."""
-    logits: Any
-    if isinstance(output, Tensor):
-        logits = output
-    elif isinstance(output, Mapping):
+    logits: Any = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if isinstance(output, Mapping):
         logits = output.get("logits")
     elif isinstance(output, (tuple, list)) and output and not hasattr(output, "logits"):
         logits = output[0]
-    else:
-        logits = getattr(output, "logits", None)
     if isinstance(logits, Tensor) and logits.shape[:1] == (images,) and logits.ndim == 2 and logits.is_floating_point():
         return logits
     what = f"{logits.dtype} {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(output).__name__
@@ -239,12 +226,9 @@ class Score:
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts of predictions, as sums over images; None if a count is unknown.
+    """Counts of predictions, as sums over images, for a `Score`; None if a count is unknown.
 
     right, right5: number of images with their label as the top-1 prediction, or among the top 5.
-    agreeing: number of images with the same top-1 prediction as the full-precision model.
-    kl: the sum of KL(full precision || model) [nats].
-    lost, gained: as in `Score`.
     """
 
     images: int
@@ -264,25 +248,15 @@ class Tally:
 
     def score(self) -> Score:
         """Return the score that these counts give."""
-        count = self.images
-        top1, top5 = (None if hits is None else _share(hits, count) for hits in (self.right, self.right5))
-        return Score(
-            count,
-            top1,
-            top5,
-            None if self.agreeing is None else self.agreeing / count,
-            None if self.kl is None else self.kl / count,
-            self.lost,
-            self.gained,
-            None if self.lost is None or self.gained is None else mcnemar(self.lost, self.gained),
-        )
+        count, hits = self.images, (self.right, self.right5)
+        top1, top5 = (None if right is None else Share(right / count, *wilson(right, count)) for right in hits)
+        agreement, kl = (None if total is None else total / count for total in (self.agreeing, self.kl))
+        p_value = None if self.lost is None or self.gained is None else mcnemar(self.lost, self.gained)
+        return Score(count, top1, top5, agreement, kl, self.lost, self.gained, p_value)
 
 
 def score(answers: Tensor, labels: Tensor | Sequence[int] | None = None, reference: Tensor | None = None) -> Score:
-    """Score a model's predictions by labels, (N,), and compare them with the full-precision ones, `reference`.
-
-    The arguments are those of `tally`.
-    """
+    """Return the score of a model's predictions; the arguments are those of `tally`."""
     return tally(answers, labels, reference).score()
 
 
@@ -321,9 +295,7 @@ _TALLIES: Codec[list[Tally]] = Codec(
     lambda _, content: [Tally(**entry) for entry in json.loads(content)],
 )
 _TENSORS: Codec[list[Tensor]] = Codec(
-    lambda tensors: safetensors.torch.save(
-        {f"{number:06}": tensor.contiguous() for number, tensor in enumerate(tensors)}
-    ),
+    lambda tensors: safetensors.torch.save({f"{index:06}": each.contiguous() for index, each in enumerate(tensors)}),
     lambda _, content: [tensor for _, tensor in sorted(safetensors.torch.load(content).items())],
 )
 
@@ -332,8 +304,7 @@ _TENSORS: Codec[list[Tensor]] = Codec(
 class Contest:
     """Networks to evaluate on the same images; each image is read only once.
 
-    alone: for each network, True if it must take one batch at a time, because it runs on a GPU or uses threads of its
-    own.
+    alone: for each network, True if it takes one batch at a time, since it runs on a GPU or has threads of its own.
     support: labelled images, for networks without a classifier (`Nearest`).
     """
 
@@ -373,19 +344,14 @@ class Contest:
         return [Nearest(torch.cat(column), labels) for column in zip(*results, strict=True)]
 
     def _batch(self, count: int, resources: Resources) -> int:
-        """Return the number of images per batch, the same on all ranks.
-
-        On an accelerator every job gets a batch to read, if there are enough images, because reading takes longer than
-        running them.
-        """
+        """Return the number of images per batch, the same on all ranks."""
 
         def number() -> int:
+            # Each job gets a batch to read, if there are enough images, since reading takes longer than running.
             most, at_once = batch_on(self.device, self.networks), resources.jobs * resources.ranks.world
             return most if most <= BATCH else max(BATCH, min(most, -(-count // at_once)))
 
-        if self.device is None or self.device.type == "cpu":
-            return BATCH
-        return resources.ranks.by_first(number)
+        return BATCH if self.device is None or self.device.type == "cpu" else resources.ranks.by_first(number)
 
     def _run(self, batch: Tensor) -> list[Tensor]:
         if self.device is not None and self.device.type == "cuda":
@@ -412,10 +378,7 @@ def _first(answers: Tensor) -> Tensor:
 
 
 def _right(answers: Tensor, labels: Tensor, first: int = 1) -> Tensor:
-    """Return True for each label that is among the `first` highest predictions, (N,).
-
-    Among equal logits the lower class comes first.
-    """
+    """Return True for each label among the `first` highest predictions, (N,); of equal logits the lower class wins."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise DataError(f"labels are {labels.dtype}: give the number of each image's class as an integer")
     labels = labels.long()
@@ -435,10 +398,6 @@ def _right(answers: Tensor, labels: Tensor, first: int = 1) -> Tensor:
     lower = torch.arange(answers.shape[1], device=answers.device) < labels[:, None]
     before = ~(answers <= own) | ((answers == own) & lower)  # NaN ranks above every number
     return (before.sum(dim=1) < first) & ~own[:, 0].isnan()
-
-
-def _share(hits: int, count: int) -> Share:
-    return Share(hits / count, *wilson(hits, count))
 
 
 def divergence(reference: Tensor, answers: Tensor) -> float:
@@ -461,10 +420,7 @@ def wilson(successes: int, count: int) -> tuple[float, float]:
 
 
 def mcnemar(lost: int, gained: int) -> float:
-    """Return the two-sided exact p-value of McNemar's test.
-
-    It is the probability that lost + gained tosses of a fair coin are split at least as unevenly.
-    """
+    """Return McNemar's exact p-value: how likely lost + gained tosses of a fair coin split at least as unevenly."""
     count = lost + gained
     term = tail = 1  # a binomial coefficient, and the sum of them, as exact integers
     for successes in range(min(lost, gained)):

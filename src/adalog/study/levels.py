@@ -30,10 +30,7 @@ _OCTAVES = 16  # span of a logarithmic axis
 
 
 def thresholds_of(quantizer: Quantizer) -> Tensor:
-    """Return the least value that goes to each level except the lowest, in ascending order, by bisection.
-
-    quantizer: a quantizer with one scale.
-    """
+    """Return the least value that goes to each level but the lowest, ascending; the quantizer has one scale."""
     quantizer_here = quantizer.restore_offset().map(lambda value: value.reshape(()).cpu())
     levels = quantizer.levels()
     low, high, above = levels[:-1].clone(), levels[1:].clone(), levels[1:]
@@ -48,7 +45,7 @@ def thresholds_of(quantizer: Quantizer) -> Tensor:
 class Panel:
     """Levels to draw: quantizers by the name of a method or a site, over the values of a site, if known.
 
-    lift: a constant to add to the values, which makes them positive for a logarithmic axis.
+    lift: added to the values, which makes them positive for a logarithmic axis.
     """
 
     title: str
@@ -88,11 +85,9 @@ def level_figure(panels: Sequence[Panel], title: str = "") -> "Figure":
     Without values, thresholds are drawn too, as dots. The number to the right of a row is the share of values that go
     to its lowest level, which is zero or close to it.
     """
-    heights = [
-        height
-        for panel in panels
-        for height in (0.55 + 0.27 * len(panel.quantizers), *([] if panel.values is None else [1.5]))
-    ]
+    heights: list[float] = []
+    for panel in panels:
+        heights += [0.55 + 0.27 * len(panel.quantizers), *([] if panel.values is None else [1.5])]
     figure = new_figure(10, 0.6 + sum(heights) + 0.4 * len(panels), title)
     axes = figure.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
     row = 0
@@ -146,10 +141,7 @@ def _draw_panel(
 
 
 def _draw_levels(axis: "Axes", panel: Panel, values: np.ndarray | None, logarithmic: bool, least: float) -> None:
-    """Draw one row of ticks per quantizer.
-
-    On a logarithmic axis, an arrowhead marks levels below its end.
-    """
+    """Draw one row of ticks per quantizer; on a logarithmic axis, an arrowhead marks levels below its end."""
     names, shares = list(panel.quantizers), []
     for number, quantizer in enumerate(panel.quantizers.values()):
         colour = COLOURS[0] if values is None else COLOURS[number % len(COLOURS)]

@@ -34,13 +34,10 @@ BUDGETS = 10
 class Point:
     """One model of the curve.
 
-    chosen: True if its widths were chosen within a budget. Otherwise all operands have `width` bits, except images,
-    whose bits are those of the config.
-    width: for a chosen model, the width of all operands that would take the bytes of its budget.
-    bops: of one image.
-    loss: of the output on the evaluation images without labels, by the sensitivity's measure.
-    agreement: fraction of these images with the same top-1 prediction as the full-precision model, for a classifier.
-    top1: fraction of the labelled images that are classified correctly, if there are any.
+    chosen: True if its widths were chosen within a budget. Otherwise all operands but images have `width` bits.
+    width: for a chosen model, the width of all operands that would take the bytes of its budget. bops: of one image.
+    loss, agreement: on the evaluation images without labels; agreement with the full-precision model's top-1 is for
+    classifiers. top1: fraction of the labelled images that are classified correctly, if there are any.
     """
 
     chosen: bool
@@ -53,10 +50,7 @@ class Point:
 
 
 def _point_of(name: str, content: Any) -> Point | None:
-    """Return the point that `content`, the JSON of `asdict`, describes; None for None.
-
-    Raises TypeError for anything else.
-    """
+    """Return the point that `content`, the JSON of `asdict`, describes, or None; raise TypeError for anything else."""
     if content is None:
         return None
     point = Point(**content)
@@ -89,8 +83,7 @@ def curve(
     """Return models with one width for all operands, and models within `count` budgets between those models.
 
     A budget that no widths meet has no point.
-    model: the full-precision model.
-    judged: evaluation images without labels. labelled: evaluation images with their labels.
+    model: in full precision. judged: evaluation images without labels. labelled: such images with their labels.
     resources: the partial file holds points, and progress counts models. Ranks share the searches and the images of
     each model, but not whole models, since the models have most searches in common.
     Raises DataError for a model with several outputs, and for a sensitivity that has only one width or belongs to
@@ -167,10 +160,7 @@ def _fingerprint(prepared: PreparedImages, labels: Tensor) -> str:
 
 @dataclass(frozen=True)
 class _CurveEvaluator:
-    """Evaluates the models of a curve.
-
-    expected: the outputs of the full-precision model on the images `judged`.
-    """
+    """Evaluates the models of a curve. expected: the full-precision model's outputs on the images `judged`."""
 
     measure: Measure
     judged: Tensor
@@ -188,20 +178,15 @@ class _CurveEvaluator:
             same = tally(output, reference=own).agreeing if self.measure == "kl" else 0
             return *loss_terms(self.measure, own, output), same or 0
 
-        resources = replace(self.resources, jobs=jobs)
+        resources, top1 = replace(self.resources, jobs=jobs), None
         terms = in_batches(len(self.judged), alike, resources)
         error, power, same = (sum(column) for column in zip(*terms, strict=True))
         agreement = same / len(self.judged) if self.measure == "kl" else None
-        return Point(chosen, width, size, bops, loss_of(error, power), agreement, self._top1(runs, resources))
-
-    def _top1(self, runs: Callable[[Tensor], Any], resources: Resources) -> float | None:
-        if self.labelled is None:
-            return None
-        images, labels = self.labelled
-        place = self.judged.device
-        contest = Contest([runs], [place.type != "cpu"], place)
-        (counts,) = contest.tallies(images, labels, resources)
-        return None if counts.right is None else counts.right / counts.images
+        if self.labelled is not None:
+            place = self.judged.device
+            (counts,) = Contest([runs], [place.type != "cpu"], place).tallies(*self.labelled, resources)
+            top1 = None if counts.right is None else counts.right / counts.images
+        return Point(chosen, width, size, bops, loss_of(error, power), agreement, top1)
 
 
 def pareto_figure(points: list[Point], measure: str, name: str) -> "Figure":
@@ -211,11 +196,10 @@ def pareto_figure(points: list[Point], measure: str, name: str) -> "Figure":
         rows.append(("top1", "top-1 [%]"))
     figure = new_figure(10, 4 * len(rows), f"Widths within budgets: {name}")
     axes = figure.subplots(len(rows), 2, squeeze=False, sharey="row")
+    columns = (("bytes", "file [MB]", 1e6), ("bops", "BOPs per image [G]", 1e9))
     kinds = [(False, "one width for all", "s--", COLOURS[1]), (True, "widths chosen within a budget", "o-", COLOURS[0])]
     for line, (what, label) in zip(axes, rows, strict=True):
-        for axis, (field, unit, scale) in zip(
-            line, (("bytes", "file [MB]", 1e6), ("bops", "BOPs per image [G]", 1e9)), strict=True
-        ):
+        for axis, (field, unit, scale) in zip(line, columns, strict=True):
             for chosen, kind, style, colour in kinds:
                 series = sorted((point for point in points if point.chosen == chosen), key=lambda point: point.bytes)
                 across = [getattr(point, field) / scale for point in series]

@@ -132,10 +132,7 @@ class Sensitivity:
             return result
 
     def check(self, calibration: Calibration, config: Config) -> None:
-        """Raise DataError unless these are the rows of this model under this config.
-
-        Bits, pins, stages and the number of calibration images may differ.
-        """
+        """Raise DataError for another model or config; bits, pins, stages and the number of images may differ."""
         own = _digest(calibration.program)
         if self.tensors != own:
             reason = f"whose tensors have the digest {self.tensors[:16]} instead of {own[:16]}"
@@ -181,10 +178,8 @@ def _conditions(result: Sensitivity) -> Iterator[tuple[bool, str]]:
     yield bool(result.rows), "it has no rows"
     yield len(units) == len(result.units), "a unit has no sites, or two units have the same name"
     yield all(isinstance(site.site, str) for site in sites), "the name of a site is not text"
-    yield (
-        all(is_whole(site.macs, 0, _MOST) and is_whole(site.weights, 0, _MOST) for site in sites),
-        "a count of a site is not a whole number",
-    )
+    counts = [count for site in sites for count in (site.macs, site.weights)]
+    yield all(is_whole(count, 0, _MOST) for count in counts), "a count of a site is not a whole number"
     kinds = {kind for site in sites for kind in (site.left, site.right)}
     yield kinds <= set(get_args(OperandKind)), f"an operand is not one of {', '.join(get_args(OperandKind))}"
     for row in result.rows:
@@ -216,17 +211,17 @@ def sensitivity(
     judged: the model's inputs, (N, ...) each, of held-out images; on calibration images losses would look smaller.
     resources: the partial file holds rows; files next to it, with .2 to .8 after its name, hold the searches of that
     width. Progress counts searches and rows.
-    measure: by default the result of `measure_of`. memory: bytes for the values that forwards start from.
-    Raises ValueError for widths other than 2 to 8 bits, and for "kl" if the outputs are not logits.
+    measure: by default that of `measure_of`; "kl" needs logits. memory: bytes for the values that forwards start from.
     """
     widths = sorted(set(widths))
     if not widths or not all(is_whole(width, 2, 8) for width in widths):
         raise ValueError(f"widths = {widths} are not whole numbers from 2 to 8")
     judge = _ChangeEvaluator(calibration.program, judged, measure, memory)
     groups, units = _groups(calibration.groups, config), units_of(calibration, config, judged)
-    partial, ranks = resources.partial, resources.ranks
-    named = "" if partial is None else _fingerprint(calibration, config, judge, judged)
-    lines = None if partial is None else FinishedParts(partial, named, "rows", ranks.rank).alone()
+    ranks, lines = resources.ranks, None
+    if resources.partial is not None:
+        made_of = f"{calibration.fingerprint(replace(config, stages=()))} {judge.measure} {digest(judged)}"
+        lines = FinishedParts(resources.partial, made_of, "rows", ranks.rank).alone()
     rows = {} if lines is None else {name: _row_of(lines, name, units) for name in lines.parts}
     operands = [(name, kind) for name, unit in units.items() for kind in unit.operands]
     rows = ranks.agree([_key(*operand, width) for operand in operands for width in widths], rows, _ROWS)
@@ -263,8 +258,8 @@ def sensitivity(
 
         judge.losses({key: changes for key, changes in alone.items() if changes}, keep_row, resources)
     resources.report(total, total)
-    required = (rows.get(_key(name, kind, width)) for name, kind in operands for width in widths)
-    contents = tuple(units.values()), tuple(row for row in required if row is not None)
+    keys = (_key(name, kind, width) for name, kind in operands for width in widths)
+    contents = tuple(units.values()), tuple(rows[key] for key in keys if key in rows)
     return Sensitivity(judge.measure, judge.count, *contents, _digest(calibration.program), _choices(config))
 
 
@@ -282,15 +277,11 @@ def loss_of(error: float, power: float) -> float:
 
 
 def measure_of(program: Program, shapes: Mapping[str, Any]) -> Measure:
-    """Return the measure for a model: "kl" if a linear makes its only output, with several classes per image.
-
-    shapes: every value of the program, without data.
-    """
-    outputs = set(refs_of(program.output))
-    source = find_source(program, next(iter(outputs))).node if len(outputs) == 1 else ""
-    shape = tuple(shapes[next(iter(outputs))].shape) if source in program.makers else ()
-    logits = len(shape) == 2 and shape[1] > 1 and program.makers[source].op == PRODUCTS[0]
-    return "kl" if logits else "relative squared error"
+    """Return "kl" for a model if a linear makes its only output, with several classes per image. shapes: all values."""
+    outputs = list({*refs_of(program.output)})
+    maker = program.makers.get(find_source(program, outputs[0]).node) if len(outputs) == 1 else None
+    shape = tuple(shapes[outputs[0]].shape) if maker is not None and maker.op == PRODUCTS[0] else ()
+    return "kl" if len(shape) == 2 and shape[1] > 1 else "relative squared error"
 
 
 def units_of(calibration: Calibration, config: Config, images: Sequence[Tensor]) -> dict[str, Unit]:
@@ -367,10 +358,8 @@ def _widths(groups: Sequence[SiteGroup], assignments: Mapping[str, Assignment], 
     """Return the bits of this operand's integers in the product of each site; 0 for a site without the operand."""
     widths = []
     for group in groups:
-        left, right = _kinds(group)
-        side = (
-            assignments[group.name].left if left == kind else assignments[group.name].right if right == kind else None
-        )
+        (left, right), assignment = _kinds(group), assignments[group.name]
+        side = assignment.left if left == kind else assignment.right if right == kind else None
         quantizer = side.quantizer if isinstance(side, QuantizedTensor) else side
         widths += [0 if quantizer is None else quantizer.multiplied_bits] * len(group.sites)
     return tuple(widths)
@@ -395,10 +384,6 @@ def _row_of(lines: FinishedParts, name: str, units: Mapping[str, Unit]) -> Row:
         if _key(row.unit, row.operand, row.bits) != name or not _is_row_of(row, units[row.unit]):
             raise ValueError(f"the row {name!r} has invalid values")
         return row
-
-
-def _fingerprint(calibration: Calibration, config: Config, judge: "_ChangeEvaluator", judged: Sequence[Tensor]) -> str:
-    return f"{calibration.fingerprint(replace(config, stages=()))} {judge.measure} {digest(judged)}"
 
 
 _ROWS: Codec[Row] = Codec(lambda row: json.dumps(asdict(row)).encode(), lambda _, content: _row(json.loads(content)))
