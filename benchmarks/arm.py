@@ -19,12 +19,11 @@ Each row is a model on a processor, with these fields:
   that needs only one result of the block before it, and too little for data that is not in the L1 cache.
 - kernels: instructions and cycles by function.
 
-All cycles are estimates. --work DIR keeps the artifacts for later runs, as long as the sources of the package stay the
-same. The script prints one JSON object and saves it as benchmarks/results/arm.json, or as F.
+All cycles are estimates.
 """
 
 from benchmarks.publish import RESULTS, ROOT, publish
-from benchmarks.runtime import SEED, load_case, quantized
+from benchmarks.runtime import SEED, artifact_of, pack_of
 
 import argparse
 import json
@@ -40,11 +39,10 @@ from typing import Any
 
 import numpy as np
 
-from adalog import export, load
+from adalog import load
 from adalog.runtime import native
 from adalog.study.cost import cost
 from adalog.study.doctor import machine
-from adalog.version import source_hash
 
 COMPILER, EMULATOR, LISTER = "aarch64-linux-gnu-g++", "qemu-aarch64", "aarch64-linux-gnu-objdump"
 # Processors that LLVM has a model of, with the fastest level of kernels that each runs.
@@ -193,13 +191,10 @@ def row_of(
 
 def rows_of(model: str, bits: str, built: tuple[Path, Path], mca: str, work: Path) -> list[dict[str, Any]]:
     """Return a row per processor."""
-    case = load_case(model, pretrained=False)
-    artifact = work / f"{model.rpartition(':')[2]}-{bits}-{source_hash()}.safetensors"
-    quantized(case, bits, artifact)
-    pack = artifact.with_suffix(".adalog")
-    pack.write_bytes(export.to_pack(artifact, (1,)))
-    images = np.random.default_rng(SEED).random((2, *case.timed.shape[1:]), np.float32)
-    macs, code = cost(load(artifact).program, [images.shape[1:]]).macs, listing(built[0])
+    artifact = artifact_of(model, bits, work)
+    pack, loaded = pack_of(artifact), load(artifact)
+    images = np.random.default_rng(SEED).random((2, *loaded.example[0].shape[1:]), np.float32)
+    macs, code = cost(loaded.program, [images.shape[1:]]).macs, listing(built[0])
     rows = []
     for level in dict.fromkeys(PROCESSORS.values()):
         one, two = (count(*built, pack, level, images[:number]) for number in (1, 2))

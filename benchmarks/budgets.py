@@ -17,9 +17,6 @@ Stages of a method fit as many images as they ask for, or all. The models are:
 images that choose. The script also tests the prediction behind the choice. It quantizes 20 random mixes of widths, with
 one width for all operands of a site, and correlates their measured losses with the sums of the losses of single
 operands. All these losses are measured on the images that choose.
-
-The script prints one JSON object and saves it as benchmarks/results/budgets-MODEL.json. --work DIR keeps finished rows
-and the finished parts of a row for later runs, as long as the sources of the package stay the same.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -65,7 +62,7 @@ def main() -> None:
     parser.add_argument("--judged", type=int, default=128, help="number of images that choose the widths")
     parser.add_argument("--widths", nargs="+", type=int, default=[2, 3, 4, 6, 8])
     parser.add_argument("--counts", nargs="*", type=int, default=[], help="other numbers of images that choose")
-    parser.add_argument("--work", type=Path)
+    parser.add_argument("--work", type=Path, help="folder that keeps finished parts for later runs")
     parser.add_argument("--json", type=Path)
     resumably(parser.parse_args(), measure)
 

@@ -5,7 +5,6 @@
 adalog folds the levels of logarithmic codes into tables, so a product needs no shifts. Each row has this cost, and in
 "as_printed" the cost of Eq. 10 with mantissas and shifts. A cost depends on shapes and bits only, so the weights are
 random and the search is short. The size of the file also depends slightly on how many decimals a few numbers have.
-The script prints one JSON object and saves it as benchmarks/results/cost.json.
 """
 
 from benchmarks.publish import RESULTS, publish

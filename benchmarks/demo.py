@@ -3,9 +3,9 @@
     python benchmarks/demo.py --seeds 0,1,2 --work DIR
 
 The script runs `adalog demo` for each seed, with every quantizer at 6, 4 and 3 bits. It keeps finished seeds in DIR and
-does not repeat them as long as the sources of the package stay the same. It prints one JSON object and saves it as
-benchmarks/results/demo.json. For each bits and method the object has the mean and the standard deviation over seeds of
-top-1, agreement, bytes and seconds, and the loss of top-1 against full precision in points.
+does not repeat them as long as the sources of the package stay the same. For each bits and method the result has the
+mean and the standard deviation over seeds of top-1, agreement, bytes and seconds, and the loss of top-1 against full
+precision in points.
 """
 
 from benchmarks.publish import RESULTS, publish

@@ -5,8 +5,7 @@
 Every part of the detector is quantized with 32 scenes and evaluated on 300 others. Each part runs on the fastest
 executor that supports it. "below_adalog" compares a row with `adalog` at the same bits and seed: it has the 2.5th, 50th
 and 97.5th percentiles of the difference in AP over 300 resamplings of the scenes. Both methods use the same
-resamplings. The script prints one JSON object and saves it as benchmarks/results/detection-demo.json. --work DIR keeps
-finished rows for later runs, as long as the sources of the package stay the same.
+resamplings.
 """
 
 from benchmarks.publish import RESULTS, publish

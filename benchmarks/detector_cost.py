@@ -3,9 +3,8 @@
     python benchmarks/detector_cost.py [--bits w4a4] [--name mmdet:mask-swin-t]
 
 The script quantizes every part of the detector on one thread, saves the result, loads it and runs it. The weights are
-random, and the input is two images of 256 x 320 noise pixels. The script prints one JSON object and saves it as
-benchmarks/results/detector-cost.json. The object has the CPU seconds in total and until the end of each part, the peak
-memory of the process, the size of the file, and the sites that stay float.
+random, and the input is two images of 256 x 320 noise pixels. The result has the CPU seconds in total and until the end
+of each part, the peak memory of the process, the size of the file, and the sites that stay float.
 """
 
 from benchmarks.publish import RESULTS, publish

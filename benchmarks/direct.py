@@ -217,11 +217,8 @@ class Direct:
 
     def _own(self, operand: Operand, of_activations: bool) -> Losses | None:
         """Return the operand's own error, from which the search of a linear starts, or None."""
-        return (
-            None
-            if of_activations or not isinstance(operand.format, UniformFormat)
-            else Losses(operand, fused=self.fused)
-        )
+        starts = isinstance(operand.format, UniformFormat) and not of_activations
+        return Losses(operand, fused=self.fused) if starts else None
 
 
 def best(points: Tensor, losses: Tensor, count: int) -> Tensor:
@@ -305,19 +302,13 @@ class Logarithmic:
     scale_is_one: bool
 
     def quantizer(self, point: Tensor) -> LogQuantizer:
-        form = self.form
+        form, (scale, q) = self.form, point
         radix = RADIX if form.q else form.r
-        return LogQuantizer(
-            point[0], round(float(point[1])), radix, form.bits, form.beyond, form.rounding, offset=form.offset
-        )
+        return LogQuantizer(scale, round(float(q)), radix, form.bits, form.beyond, form.rounding, offset=form.offset)
 
     def at_its_base(self, found: LogQuantizer) -> LogQuantizer:
         form = self.form
-        if not form.q:
-            return found
-        return LogQuantizer(
-            found.scale, form.q, form.r, form.bits, form.beyond, form.rounding, table=form.table, offset=form.offset
-        )
+        return replace(found, q=form.q, r=form.r, table=form.table) if form.q else found
 
     def span(self) -> tuple[Tensor, Tensor]:
         """Return the range of scales: the 0.9 quantile and the maximum of the positive values, both plus the offset."""

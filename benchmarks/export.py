@@ -15,10 +15,8 @@ Each row has the certificate of one form of export in one engine (see docs/refer
 - bytes: the size of the ONNX file.
 
 "exports" has the CPU seconds of each export and the peak memory of the process so far in bytes. A timm model has random
-weights, and its images are noise. The script also changes 20 initialisers of the first file, one at a time, and
-counts the changed files that fail their certificates ("damaged_caught"); all of them should. The script prints one JSON
-object and saves it as benchmarks/results/export-MODEL.json, or as F. --work DIR keeps the artifacts for later runs, as
-long as the sources of the package stay the same.
+weights, and its images are noise. The script also changes 20 initialisers of the first file, one at a time, and counts
+the changed files that fail their certificates ("damaged_caught"); all of them should.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -47,6 +45,7 @@ from adalog.study.doctor import machine, version_of
 from adalog.version import source_hash
 
 DAMAGED = 20
+CERTIFIED = ("images", "passed", "accumulators_equal", "argmax_changed", "changed", "error", "own_error", "beyond_own")
 
 
 def compared(
@@ -72,10 +71,8 @@ def compared(
                     found = export.certify(
                         program, "", content, ((some,) for some in images.split(20)), engine=engine, executor=executor
                     )
-                    row = {"bits": width, "form": form, "engine": engine, "images": found.images}
-                    row |= {"passed": found.passed, "accumulators_equal": found.accumulators_equal}
-                    row |= {"argmax_changed": found.argmax_changed, "changed": found.changed, "error": found.error}
-                    row |= {"own_error": found.own_error, "beyond_own": found.beyond_own}
+                    row = {"bits": width, "form": form, "engine": engine}
+                    row |= {name: getattr(found, name) for name in CERTIFIED}
                     row |= {"time_over_fp32": ratio(plain, content, engine, case, seconds), "bytes": len(content)}
                     rows.append(row)
                     damaged = damaged or caught(program, content, images[:1])

@@ -9,8 +9,7 @@ it divides the squared error of the linear's output with a fold by the error wit
 - shared: all channels have the same range in standard deviations (`fold_ranges="deviations"`).
 
 Each ratio is measured on the calibration images, and in "held_out" on 200 test images. The means over sites leave out
-the head, which reads only one row per image. The script prints one JSON object and saves it as
-benchmarks/results/folds.json.
+the head, which reads only one row per image.
 """
 
 from benchmarks.publish import RESULTS, publish

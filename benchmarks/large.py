@@ -8,8 +8,7 @@ model the script reports the CPU seconds and the peak memory of capture and of t
 default memory. A search reads at most about `operands._ROWS` rows of an operand: every n-th one, if there are n times
 as many. For other limits (`--caps`, as powers of two) the script searches the tenth of the sites with the most rows,
 evaluates the quantizers on all rows, and reports by how many decibels they are worse than the quantizers from all rows.
-`most_rows` says how many rows the largest operand of other models has. The script prints one JSON object and saves it
-as benchmarks/results/large.json. `--work DIR` keeps finished parts as long as the sources of the package stay the same.
+`most_rows` says how many rows the largest operand of other models has.
 """
 
 from benchmarks.measure import measured

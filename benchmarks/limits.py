@@ -17,13 +17,12 @@ Each row is a model at a batch size, with these fields:
 
 A time is the minimum of many runs, in CPU seconds of the thread, so that other load on the machine has little effect.
 "load" is the number of processes that ran or waited, before and after the measurement. A timm model has random weights,
-and is quantized as in `runtime.py`. --work DIR keeps the artifacts for later runs, as long as the sources of the
-package stay the same. The script prints one JSON object and saves it as benchmarks/results/limits.json, or as F.
+and is quantized as in `runtime.py`.
 """
 
 from benchmarks import roof
 from benchmarks.publish import RESULTS, publish
-from benchmarks.runtime import SEED, load_case, quantized
+from benchmarks.runtime import SEED, artifact_of
 from benchmarks.trace import by_operation, trace
 
 import argparse
@@ -37,14 +36,11 @@ import torch
 
 from adalog import load
 from adalog.study.doctor import machine
-from adalog.version import source_hash
 
 
 def rows_of(model: str, bits: str, batches: Sequence[int], roofs: roof.Roofs, seconds: float, work: Path) -> list[Any]:
     """Return a row for each batch size, without the rows of single calls."""
-    path = work / f"{model.rpartition(':')[2]}-{bits}-{source_hash()}.safetensors"
-    quantized(load_case(model, pretrained=False), bits, path)
-    rows = []
+    rows, path = [], artifact_of(model, bits, work)
     for batch in batches:
         found = trace(load(path), batch, roofs, seconds)
         told = {name: value for name, value in found.items() if name not in ("rows", "shapes")}

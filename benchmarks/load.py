@@ -19,12 +19,11 @@ Each way runs in new processes of one thread, and the ways take turns. All value
 - peak_bytes: the largest resident set.
 
 "ratios" has the ready time of each other way over the ready time of `run`. A timm model has random weights, and is
-quantized as in `runtime.py`. --work DIR keeps artifacts, packs and exports for later runs, as long as the sources of
-the package stay the same. The script prints one JSON object and saves it as benchmarks/results/load.json, or as F.
+quantized as in `runtime.py`.
 """
 
 from benchmarks.publish import RESULTS, publish
-from benchmarks.runtime import SEED, load_case, quantized
+from benchmarks.runtime import SEED, artifact_of, pack_of
 
 import argparse
 import json
@@ -43,7 +42,6 @@ import torch
 
 from adalog import export, load
 from adalog.study.doctor import machine, version_of
-from adalog.version import source_hash
 
 # The code of each way. It defines `model` for `_END`, which prints the measurements.
 _WAYS = {
@@ -120,11 +118,8 @@ def measured_program(program: Path, pack: Path, shape: Sequence[int], repeats: i
 
 def rows_of(model: str, bits: str, repeats: int, work: Path, program: Path | None) -> dict[str, Any]:
     """Return the measurements of one model, and the ratios to `run`."""
-    file = work / f"{model.rpartition(':')[2]}-{bits}-{source_hash()}.safetensors"
-    quantized(load_case(model, pretrained=False), bits, file)
-    pack = file.with_suffix(".adalog")
-    pack.write_bytes(export.to_pack(file, (1,)))
-    loaded, ways = load(file), list(_WAYS)
+    file = artifact_of(model, bits, work)
+    pack, loaded, ways = pack_of(file), load(file), list(_WAYS)
     if find_spec("onnxruntime") is None:
         ways.remove("onnxruntime")
     else:

@@ -9,9 +9,8 @@ those of `realbench.py`. 32 images calibrate each model.
 Each visit is a new browser with an empty profile, which opens the page and gets a picture as soon as the page is
 loaded; a server on this machine serves the files. "first_answer" has the milliseconds from the navigation to the
 answer. The last visit goes on with more pictures: "answer" is the median of the milliseconds that the page shows, and
-"same_class" is the number of pictures whose first class is that of `adalog.run`. "load" is the number of processes
-that ran or waited. --work keeps the artifacts for later runs. The script prints one JSON object and saves it as
-benchmarks/results/page.json, or as F.
+"same_class" is the number of pictures whose first class is that of `adalog.run`. "load" is the number of processes that
+ran or waited. --work keeps the artifacts for later runs.
 """
 
 from benchmarks.browser import Browser, example_site, serve

@@ -14,7 +14,6 @@ quantized model also its agreement with the float model, McNemar's p against the
 the same bits and seed, which queries it gets right (one bit each, hexadecimal), and the SQNR of every site. For a
 classifier it adds the KL divergence from the float model, and the same measures on the support images that nothing
 fitted. The script prints one JSON object and saves it as benchmarks/results/realbench.json, or realbench-NAME.json.
-`--work DIR` keeps finished rows as long as the sources of the package stay the same.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -134,7 +133,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="the first seed of the calibration images")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--work", type=Path)
+    parser.add_argument("--work", type=Path, help="folder that keeps finished parts for later runs")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.realbench is None or not Path(given.realbench).is_dir():

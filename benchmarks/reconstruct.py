@@ -20,10 +20,8 @@ The models are:
   the 1,000 queries.
 - NAME:FOLDER: a classifier (see `realbench.py`), with the same images.
 
-Labels are used only to evaluate. Each row has the CPU seconds of its stage alone, on one thread. The script prints one
-JSON object and saves it as benchmarks/results/reconstruct-MODEL.json. --work DIR keeps finished rows and the finished
-parts of a row for later runs, as long as the sources of the package stay the same. A run that was killed continues
-there, and the seconds of its parts add up.
+Labels are used only to evaluate. Each row has the CPU seconds of its stage alone, on one thread. A run that was killed
+continues in the folder of --work, and the seconds of its parts add up.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -155,7 +153,7 @@ def main() -> None:
     parser.add_argument("--images", nargs="+", type=int, default=[32, 128, 1024], help="numbers of images to fit")
     parser.add_argument("--seeds", type=int, default=1, help="number of random subsets of images")
     parser.add_argument("--first", type=int, default=0, help="seed of the first subset")
-    parser.add_argument("--work", type=Path)
+    parser.add_argument("--work", type=Path, help="folder that keeps finished parts for later runs")
     parser.add_argument("--json", type=Path)
     resumably(parser.parse_args(), measure)
 

@@ -4,9 +4,8 @@
 
 A short search on two images finds the block's quantizers. Then two runs take turns on a batch of noise images. One is a
 forward and backward pass of the float block, with gradients of all its tensors and of its input. Training the block
-cannot take less. The other is a step of `Reconstruction` with its optimizer. The script prints one JSON object and
-saves it as benchmarks/results/reconstruct-cost.json. The object has the median and the least CPU seconds of both on one
-thread, and the ratio of the medians.
+cannot take less. The other is a step of `Reconstruction` with its optimizer. The result has the median and the least
+CPU seconds of both on one thread, and the ratio of the medians.
 """
 
 from benchmarks.publish import RESULTS, publish

@@ -19,8 +19,7 @@ adalog's search is short. Values change the time only through the widths of the 
 
 Install the other engines with `pip install -e ".[timm,peers]"`; "absent" lists the engines that cannot run. With
 several threads, the script pauses before each run until the threads of the previous engine stop spinning. PyTorch has
-one thread while adalog runs. The script prints one JSON object and saves it as benchmarks/results/runtime-MODEL.json,
-or as F. --work DIR keeps the artifacts for later runs, as long as the sources of the package stay the same.
+one thread while adalog runs.
 
 The engines are:
 
@@ -59,7 +58,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adalog import Calibration, Config, QuantizedModel, Search, library, load
+from adalog import Calibration, Config, QuantizedModel, Search, export, library, load
 from adalog._quantize import sample_images
 from adalog.errors import one_line
 from adalog.inputs import demo
@@ -284,6 +283,20 @@ def quantized(case: Case, bits: str, path: Path) -> dict[str, int]:
     return widths(load(path))
 
 
+def artifact_of(model: str, bits: str, work: Path) -> Path:
+    """Return the artifact of a model with random weights in a folder, where it is written unless it exists."""
+    path = work / f"{model.rpartition(':')[2]}-{bits}-{source_hash()}.safetensors"
+    quantized(load_case(model, pretrained=False), bits, path)
+    return path
+
+
+def pack_of(artifact: Path) -> Path:
+    """Write the pack of an artifact for batches of one image beside it, and return its path."""
+    pack = artifact.with_suffix(".adalog")
+    pack.write_bytes(export.to_pack(artifact, (1,)))
+    return pack
+
+
 def widths(model: QuantizedModel) -> dict[str, int]:
     """Return the number of a model's tables of each width."""
     found = [each.width for each in model.program.quantizers.values() if isinstance(each, LogQuantizer)]
@@ -347,21 +360,14 @@ def compare(
                         missing[name] = f"fails at batch {batch}: {one_line(cause)}"
             here = list(made)
             made |= {f"native/{width}": native_runs(path, given, threads, level) for width, path in artifacts.items()}
-            errors = {
-                name: float((each.logits(given) - expected).norm() / expected.norm()) for name, each in made.items()
-            }
+            answers = {name: each.logits(given) for name, each in made.items()}
+            errors = {name: float((found - expected).norm() / expected.norm()) for name, found in answers.items()}
             turns = {name: partial(each.run, each.take(given)) for name, each in made.items()}
             times = in_turn(turns, seconds, REST if threads > 1 else 0.0)
             for name, each in made.items():
                 row = {"name": name, "batch": batch, **milliseconds(times[name], batch)}
-                rows.append(
-                    {
-                        **row,
-                        "weight_bytes": each.weight_bytes,
-                        "load_cpu_seconds": each.load_cpu_seconds,
-                        "logit_error": errors[name],
-                    }
-                )
+                row |= {"weight_bytes": each.weight_bytes, "load_cpu_seconds": each.load_cpu_seconds}
+                rows.append({**row, "logit_error": errors[name]})
             for width in artifacts:
                 ours = getattr(times[f"native/{width}"], by)
                 ratios[f"native/{width}/b{batch}"] = {name: ours / getattr(times[name], by) for name in here}

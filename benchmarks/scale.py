@@ -21,9 +21,8 @@ The parts are as follows; without PART all of them run:
 - `reconstruct`: `adalog quantize` of the bundled model by `qdrop` at W3A3 with 128 images, by one process and by two
   ranks. It compares the seconds of the whole commands, multiplied by L as above, and checks that the bytes are equal.
 
-Everything runs on the CPU, with one thread per process. The script prints one JSON object and saves it as
-benchmarks/results/scale.json. Parts that do not run now stay in that file unchanged; each part has its own commit.
---work DIR keeps finished parts for later runs, as long as the sources of the package stay the same.
+Everything runs on the CPU, with one thread per process. Parts that do not run now stay in the file of results
+unchanged; each part has its own commit.
 """
 
 from benchmarks.publish import RESULTS, ROOT, commit, publish
@@ -68,7 +67,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", default="", help="rows of the table, as for `experiments.tables --rows`")
     parser.add_argument("--realbench", type=Path, default=os.environ.get("ADALOG_REALBENCH"))
-    parser.add_argument("--work", type=Path)
+    parser.add_argument("--work", type=Path, help="folder that keeps finished parts for later runs")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if odd := set(given.parts) - PARTS.keys():
@@ -135,6 +134,14 @@ def finish(folder: Path, *processes: subprocess.Popen[str]) -> dict[str, float]:
 
 def run(folder: Path, world: int, *arguments: object) -> dict[str, float]:
     return finish(folder, start(folder, command(world, *arguments)))
+
+
+def compare(folder: Path, *words: object) -> dict[str, Any]:
+    """Run a command by one process, by two independent ones at once, and by two ranks; see L in the docstring above."""
+    one = run(folder, 1, *words, "-o", "one")["seconds"]
+    beside = finish(folder, *(start(folder, command(1, *words, "-o", name)) for name in ("left", "right")))["seconds"]
+    two, limit = run(folder, 2, *words, "-o", "two")["seconds"], one / beside
+    return {"wall_ratio": two / one * limit, "L": limit, "seconds": {"one": one, "beside": beside, "two": two}}
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -218,19 +225,14 @@ TABLE = ("tables", 1, "--models", "demo", "--bits", "w4a4", "--jobs", 1)
 
 
 def tables(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    words = (*TABLE, "--rows", given.rows) if given.rows else TABLE
-    one = run(folder, 1, *words, "-o", "one")
-    pair = [start(folder, command(1, *words, "-o", name)) for name in ("left", "right")]
-    beside = finish(folder, *pair)
-    two = run(folder, 2, *words, "-o", "two")
-    limit = one["seconds"] / beside["seconds"]
+    compared = compare(folder, *TABLE, *(("--rows", given.rows) if given.rows else ()))
     equal = [rows_of(folder / f"{name}.json") == rows_of(folder / "one.json") for name in ("two", "left")]
     return {
         "rows": [row["names"][0] for row in json.loads((folder / "one.json").read_text())["rows"]],
-        "wall_ratio": two["seconds"] / one["seconds"] * limit,
-        "L": limit,
+        "wall_ratio": compared["wall_ratio"],
+        "L": compared["L"],
         "equal_rows": all(equal),
-        "seconds": {"one": one["seconds"], "beside": beside["seconds"], "two": two["seconds"]},
+        "seconds": compared["seconds"],
     }
 
 
@@ -327,16 +329,9 @@ def watched(folder: Path, words: list[str]) -> dict[str, Any]:
 def reconstruct(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Compare one process with two ranks on `qdrop`, whose reconstruction takes most of the time."""
     words = ("quantize", "demo", "--method", "qdrop", "--bits", "w3a3", "--reconstruct-images", 128, "--threads", 1)
-    one = run(folder, 1, *words, "-o", "one.st")
-    beside = finish(folder, *(start(folder, command(1, *words, "-o", f"{name}.st")) for name in ("left", "right")))
-    two = run(folder, 2, *words, "-o", "two.st")
-    limit = one["seconds"] / beside["seconds"]
-    return {
-        "wall_ratio": two["seconds"] / one["seconds"] * limit,
-        "L": limit,
-        "same_bytes": len({(folder / f"{name}.st").read_bytes() for name in ("one", "left", "right", "two")}) == 1,
-        "seconds": {"one": one["seconds"], "beside": beside["seconds"], "two": two["seconds"]},
-    }
+    compared = compare(folder, *words)
+    files = {(folder / name).read_bytes() for name in ("one", "left", "right", "two")}
+    return compared | {"same_bytes": len(files) == 1}
 
 
 PARTS: dict[str, Callable[[Path, argparse.Namespace], dict[str, Any]]] = {

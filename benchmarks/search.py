@@ -46,8 +46,7 @@ Other options measure something else:
 - --golden: compares the direct search with outputs of the released code (see `experiments/golden.py`). The exit code is
   1 if they differ too much.
 
-The script prints one JSON object and saves it as benchmarks/results/search-*.json. --work DIR keeps finished
-measurements for later runs. Start with an empty folder after a change of the library.
+--work DIR keeps finished measurements for later runs. Start with an empty folder after a change of the library.
 """
 
 from benchmarks import realbench

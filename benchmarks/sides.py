@@ -4,14 +4,14 @@
 
 The script evaluates the bundled ViT on its 2,000 test images. It reports the mean and the standard deviation over three
 random subsets of 32 calibration images. The result explains why the methods' order in Table 1 at W3/A3 differs from the
-published order. The script prints one JSON object and saves it as benchmarks/results/sides.json.
+published order.
 """
 
 from benchmarks.publish import RESULTS, publish
+from benchmarks.records import statistics
 
 import argparse
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -46,8 +46,7 @@ def main() -> None:
             runs, _, at_once = quickest(calibration.quantize(Config.preset(bits, method)), 1)
             values.append(top1(predict(runs, images, jobs=at_once), labels))
     rows: list[dict[str, Any]] = [
-        {"method": method, "bits": bits, "top1": {"mean": mean(values), "std": stdev(values), "values": values}}
-        for (method, bits), values in found.items()
+        {"method": method, "bits": bits, "top1": statistics(values)} for (method, bits), values in found.items()
     ]
     result = {
         "fp32": top1(predict(model, images), labels),

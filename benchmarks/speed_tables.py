@@ -299,10 +299,7 @@ def executors_table() -> str:
         "squared error of the logits to full precision. The second table has images per CPU second on one thread and, "
         "in brackets, the ratio to PyTorch in float32."
     )
-    tables = (
-        markdown_table(heads, lines),
-        markdown_table(["DeiT-S, batch 8", "fp32", "torch"], speeds),
-    )
+    tables = (markdown_table(heads, lines), markdown_table(["DeiT-S, batch 8", "fp32", "torch"], speeds))
     return "\n\n".join((*tables, f"{note} {source(*names)}"))
 
 

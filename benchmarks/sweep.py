@@ -5,7 +5,7 @@
 From timm the script takes the smallest architecture of each module, and from transformers one model of each type that
 reads images alone. All weights are random, and models are cut to two blocks per stage if they can be. Each model has a
 process of its own and a limit of time. The script keeps finished models in DIR, and does not repeat them as long as the
-sources of the package stay the same. It prints one JSON object and saves it as benchmarks/results/sweep.json.
+sources of the package stay the same.
 """
 
 from benchmarks.publish import RESULTS, publish

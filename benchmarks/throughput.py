@@ -20,13 +20,11 @@ The fields of a row are:
 - idle: the CPU time that the process with two threads takes while it waits, as a share of the waiting time.
 
 "load" is the number of processes that ran or waited, before and after the measurement; other load on the machine
-affects the results. A timm model has random weights, and is quantized as in `runtime.py`. --work DIR keeps the
-artifacts for later runs, as long as the sources of the package stay the same. The script prints one JSON object and
-saves it as benchmarks/results/throughput.json, or as F.
+affects the results. A timm model has random weights, and is quantized as in `runtime.py`.
 """
 
 from benchmarks.publish import RESULTS, publish
-from benchmarks.runtime import SEED, load_case, quantized
+from benchmarks.runtime import SEED, artifact_of
 
 import argparse
 import json
@@ -42,7 +40,6 @@ from typing import Any
 
 from adalog import export, load
 from adalog.study.doctor import machine
-from adalog.version import source_hash
 
 # The number of processes of a kind, of threads of each model, and of models in each process.
 KINDS = {"one": (1, 1, 1), "two": (2, 1, 1), "four": (4, 1, 1), "threads": (1, 2, 1), "models": (1, 1, 2)}
@@ -155,10 +152,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--work", type=Path, help="folder that keeps the artifacts for later runs")
     asked = parser.parse_args(given)
     with tempfile.TemporaryDirectory() as folder:
-        file = (
-            asked.work or Path(folder)
-        ) / f"{asked.model.rpartition(':')[2]}-{asked.bits}-{source_hash()}.safetensors"
-        quantized(load_case(asked.model, pretrained=False), asked.bits, file)
+        file = artifact_of(asked.model, asked.bits, asked.work or Path(folder))
         before = os.getloadavg()
         rows = [measured(file, batch, asked.rounds, asked.seconds) for batch in asked.batch]
     result: dict[str, Any] = {"model": asked.model, "bits": asked.bits, "seed": SEED, "rows": rows}

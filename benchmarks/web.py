@@ -9,13 +9,12 @@ onnxruntime-web. A timm model has random weights, and is quantized as in `runtim
 Every way runs one image at a time, on one thread, in one process per model. The ways take turns. The level "scalar"
 runs in a process of its own, because it takes many times longer, and so do the packs outside Node.js: "native LEVEL"
 has the times of the compiled library with AVX2 and with the fastest kernels. "milliseconds" has the least and the
-median time of a call. V8 compiles better code during the first calls, so the least time is the time after that.
-"bytes" has the size of each file. The script prints one JSON object and saves it as benchmarks/results/web.json, or as
-F.
+median time of a call. V8 compiles better code during the first calls, so the least time is the time after that. "bytes"
+has the size of each file.
 """
 
 from benchmarks.publish import RESULTS, publish
-from benchmarks.runtime import SEED, Files, load_case, quantized
+from benchmarks.runtime import SEED, Files, load_case, pack_of, quantized
 
 import argparse
 import json
@@ -29,7 +28,7 @@ from typing import Any
 import numpy as np
 
 import adalog.run
-from adalog import export, library
+from adalog import library
 from adalog.study.doctor import machine
 
 SCRIPT = Path(__file__).with_suffix(".mjs")
@@ -69,9 +68,7 @@ def compare(spec: str, options: argparse.Namespace) -> dict[str, Any]:
         for bits in options.bits:
             artifact = folder / f"{bits}.safetensors"
             quantized(case, bits, artifact)
-            pack = artifact.with_suffix(".adalog")
-            pack.write_bytes(export.to_pack(artifact, (1,)))
-            ways.append({"name": f"wasm {bits}", "file": str(pack), "level": "wasm", "shape": shape})
+            ways.append({"name": f"wasm {bits}", "file": str(pack_of(artifact)), "level": "wasm", "shape": shape})
         scalar = [{**way, "name": way["name"].replace("wasm", "scalar"), "level": "scalar"} for way in ways]
         ways.append({"name": "onnxruntime-web float32", "file": str(float32), "level": None, "shape": shape})
         milliseconds = measure(ways, options.calls, options.module, options.ort)

@@ -1,8 +1,9 @@
 """Measure the paper's table of detectors on your own detectors and images, by COCO's average precision."""
 
+from benchmarks.publish import markdown_table
 from benchmarks.records import statistics
 from experiments import paper
-from experiments.markdown import unfinished
+from experiments.markdown import percent, unfinished
 from experiments.paper import bits_name, find_published, published
 from experiments.rows import Progress, Record, Records, Request, measure
 
@@ -11,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -169,14 +171,9 @@ def _joined(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     refusal = next((record["refusal"] for record in records if "refusal" in record), None)
     if refusal is not None:
         return {"refusal": refusal}
-    found: dict[str, Any] = {}
-    for name in _MEASURED:
-        values = [record[name] for record in records]
-        if None in values:  # the average precision is undefined without an object to find
-            found[name] = None
-            continue
-        found[name] = statistics(values)
-    return found
+    columns = {name: [record[name] for record in records] for name in _MEASURED}
+    # The average precision is undefined without an object to find.
+    return {name: None if None in values else statistics(values) for name, values in columns.items()}
 
 
 def markdown(result: dict[str, Any], heading: str = "## ") -> str:
@@ -186,8 +183,7 @@ def markdown(result: dict[str, Any], heading: str = "## ") -> str:
     columns = ["bits", "method", "box AP", "mask AP", "published box AP", "published mask AP", "CPU s"]
     compared = False
     for model, whole in result["models"].items():
-        lines = [["W32/A32", "full precision", _percent(whole["box_ap"]), _percent(whole["mask_ap"])]]
-        lines[0] += [*_beside(whole["published"]), ""]
+        lines = [["W32/A32", "full precision", *_precisions(whole), ""]]
         reasons = []
         for row in result["rows"]:
             if row["model"] == model:
@@ -196,11 +192,10 @@ def markdown(result: dict[str, Any], heading: str = "## ") -> str:
                 if "refusal" in row:
                     reasons.append(f"{name} at {width}: {row['refusal']}")
                     continue
-                cells = [_percent(row["box_ap"]), _percent(row["mask_ap"]), *_beside(row["published"])]
-                lines.append([width, name, *cells, f"{row['seconds']['mean']:.0f}"])
-        shown = [index for index, _ in enumerate(columns) if any(line[index] for line in lines)]
-        rows = [columns, ["---"] * len(columns), *lines]
-        paragraphs += [f"{model}:", "\n".join(f"| {' | '.join(line[index] for index in shown)} |" for line in rows)]
+                lines.append([width, name, *_precisions(row), f"{row['seconds']['mean']:.0f}"])
+        shown = [any(line[index] for line in lines) for index, _ in enumerate(columns)]
+        heads, *rows = (list(compress(line, shown)) for line in (columns, *lines))
+        paragraphs += [f"{model}:", markdown_table(heads, rows)]
         paragraphs += [f"Not measured: {'; '.join(reasons)}."] if reasons else []
     if compared:
         paragraphs.append(result["tables"][TABLE]["note"])
@@ -214,14 +209,8 @@ def markdown(result: dict[str, Any], heading: str = "## ") -> str:
     return "\n\n".join(paragraphs) + "\n"
 
 
-def _beside(figures: dict[str, float]) -> list[str]:
-    return [f"{figures[name]:.1f}" if name in figures else "" for name in _MEASURED[:2]]
-
-
-def _percent(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{100 * value:.1f}"
-    deviation = f" ± {100 * value['std']:.1f}" if len(value["values"]) > 1 else ""
-    return f"{100 * value['mean']:.1f}{deviation}"
+def _precisions(row: dict[str, Any]) -> list[str]:
+    """Return the cells of both average precisions, measured and published."""
+    figures = row["published"]
+    measured = [percent(row[name], 1) for name in _MEASURED[:2]]
+    return measured + [f"{figures[name]:.1f}" if name in figures else "" for name in _MEASURED[:2]]

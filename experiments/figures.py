@@ -23,16 +23,7 @@ import adalog
 from adalog import Calibration, Config, QuantizedModel, Search, files
 from adalog._quantize import sample_images
 from adalog.calibration.schedule import Progress, Resources
-from adalog.cli.console import (
-    check_outputs,
-    emit_json,
-    progress_bar,
-    quiet,
-    run_script,
-    say,
-    site_progress,
-    waiting,
-)
+from adalog.cli.console import check_outputs, emit_json, progress_bar, quiet, run_script, say, site_progress, waiting
 from adalog.cli.options import (
     CheckpointOption,
     DebugOption,
@@ -225,19 +216,17 @@ def of_model(
         if isinstance(config.search, Search) and config.search.strategy == "fpcs":
             by_fpcs = method, config.search, quantized
     drawn: list[Drawn] = []
-    left_out = {}
+    left_out: dict[str, str] = {}
     whose = f"{name} at {bits}"
     panels = histogram_panels(calibration, {method: Config.preset(bits, method) for method in LEVEL_METHODS})
-    if panels:
-        heading = f"{whose}, {images} images: values after softmax and GELU, and levels"
-        drawn.append(Drawn("histograms", heading, level_figure(panels, heading)))
-    else:
-        left_out["histograms"] = "no product follows a softmax or a GELU"
+    heading = f"{whose}, {images} images: values after softmax and GELU, and levels"
+    _add_levels(drawn, left_out, "histograms", heading, panels, "no product follows a softmax or a GELU")
     if by_fpcs is None:
         left_out |= dict.fromkeys(("levels", "landscape"), "none of the methods searches by FPCS, as adalog does")
     else:
         method, search, quantized = by_fpcs
-        _add_levels(drawn, left_out, f"{whose}, {method}", site_panels(quantized))
+        heading = f"{whose}, {method}: levels of each site"
+        _add_levels(drawn, left_out, "levels", heading, site_panels(quantized), _NO_LEVELS)
         site = site or example_site(calibration)
         (searched,) = calibration.search(configs[method], [site])
         found = landscapes(searched, search, jobs=jobs)
@@ -258,24 +247,25 @@ def of_artifact(model: QuantizedModel, name: str, images: Tensor | None) -> tupl
     """
     drawn: list[Drawn] = []
     left_out = {"landscape": "an artifact does not store the search: give the model instead"}
-    panels = [] if images is None else observed_panels(model, images)
-    if panels and images is not None:
-        heading = f"{name}, {len(images)} images: values after softmax and GELU, and levels"
-        drawn.append(Drawn("histograms", heading, level_figure(panels, heading)))
+    if images is None:
+        left_out["histograms"] = "no images: give --data FOLDER"
     else:
-        left_out["histograms"] = "no images: give --data FOLDER" if images is None else _NO_LEVELS
-    _add_levels(drawn, left_out, name, site_panels(model))
+        heading = f"{name}, {len(images)} images: values after softmax and GELU, and levels"
+        _add_levels(drawn, left_out, "histograms", heading, observed_panels(model, images), _NO_LEVELS)
+    _add_levels(drawn, left_out, "levels", f"{name}: levels of each site", site_panels(model), _NO_LEVELS)
     heading = f"{name}: SQNR of each site"
     drawn.append(Drawn("sqnr", heading, sqnr_figure({model.config.bits: model.ledger}, heading)))
     return drawn, left_out
 
 
-def _add_levels(drawn: list[Drawn], left_out: dict[str, str], whose: str, panels: Sequence[Panel]) -> None:
+def _add_levels(
+    drawn: list[Drawn], left_out: dict[str, str], name: str, heading: str, panels: Sequence[Panel], why: str
+) -> None:
+    """Draw the panels, or say why there are none."""
     if panels:
-        heading = f"{whose}: levels of each site"
-        drawn.append(Drawn("levels", heading, level_figure(panels, heading)))
+        drawn.append(Drawn(name, heading, level_figure(panels, heading)))
     else:
-        left_out["levels"] = _NO_LEVELS
+        left_out[name] = why
 
 
 def pictures(drawn: Sequence[Drawn], title: str, left_out: Mapping[str, str]) -> dict[str, tuple[bytes, str]]:

@@ -200,10 +200,7 @@ def main(
             / held_out.evaluate(other, config).mean_square_error()
             for site, other in zip(ours, theirs, strict=True)
         ]
-        gains[config.bits] = {
-            "calibration": geometric_mean(list(ratios.values())),
-            "held_out": geometric_mean(unseen),
-        }
+        gains[config.bits] = {"calibration": geometric_mean(list(ratios.values())), "held_out": geometric_mean(unseen)}
         sites[config.bits] = ratios
         ok &= gains[config.bits]["calibration"] <= (0.85 if content["bits"]["activation"] == 6 else 1.0)
     result = {

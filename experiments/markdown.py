@@ -1,5 +1,6 @@
 """Format the result of `classifiers.run` as Markdown."""
 
+from benchmarks.publish import markdown_table
 from experiments.paper import bits_name, find_published
 
 from collections.abc import Mapping, Sequence
@@ -62,7 +63,7 @@ def _markdown_table(table: Mapping[str, Any], whole: Mapping[str, Any], rows: Se
         line |= _figures(row, table["cost"])
         if len(row["seeds"]) < draws:
             line["top-1 [%]"] += f" ({len(row['seeds'])} of {draws} seeds)"
-        line["agreement [%]"] = _percent(row["agreement"])
+        line["agreement [%]"] = percent(row["agreement"])
         line["p, float"] = f"{median(row['p_float']):.2g}"
         line["p, adalog"] = f"{median(beside):.2g}" if beside else ""
         line["CPU s"] = f"{row['seconds']['mean']:.0f}"
@@ -71,14 +72,13 @@ def _markdown_table(table: Mapping[str, Any], whole: Mapping[str, Any], rows: Se
         lines.append(line)
     columns = list(dict.fromkeys(("bits", *names, *(column for line in lines for column in line))))
     columns = [column for column in columns if any(line.get(column) for line in lines)]
-    cells = [columns, ["---"] * len(columns), *([line.get(column, "") for column in columns] for line in lines)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    return markdown_table(columns, ([line.get(column, "") for column in columns] for line in lines))
 
 
 def _figures(told: Mapping[str, Any], with_cost: bool) -> dict[str, str]:
     """Return the measured and the published cells of a row, or of the full-precision model."""
     others = told["published"]
-    cells = {"top-1 [%]": _percent(told["top1"]), "published [%]": f"{others['top1']:.2f}" if "top1" in others else ""}
+    cells = {"top-1 [%]": percent(told["top1"]), "published [%]": f"{others['top1']:.2f}" if "top1" in others else ""}
     if with_cost:
         for title, field, other, unit, form in _COSTS:
             value = told[field] if isinstance(told[field], (int, float)) else told[field]["mean"]
@@ -90,8 +90,11 @@ def _figures(told: Mapping[str, Any], with_cost: bool) -> dict[str, str]:
 _COSTS = (("FixOPs [M]", "fixops", "fixops", 1e6, ",.0f"), ("size [MB]", "bytes", "megabytes", 1, ".2f"))
 
 
-def _percent(value: float | Mapping[str, Any]) -> str:
+def percent(value: float | Mapping[str, Any] | None, digits: int = 2) -> str:
+    """Format a share, or the mean and the deviation of several; None is empty."""
+    if value is None:
+        return ""
     if isinstance(value, (int, float)):
-        return f"{100 * value:.2f}"
-    deviation = f" ± {100 * value['std']:.2f}" if len(value["values"]) > 1 else ""
-    return f"{100 * value['mean']:.2f}{deviation}"
+        return f"{100 * value:.{digits}f}"
+    deviation = f" ± {100 * value['std']:.{digits}f}" if len(value["values"]) > 1 else ""
+    return f"{100 * value['mean']:.{digits}f}{deviation}"

@@ -79,11 +79,9 @@ def _config(bits: str, method: str = "", **changes: Any) -> Config:
     return replace(choices, **changes)
 
 
-def _methods() -> Iterator[Row]:
-    """Yield a row for every method that needs no more calibration images than the others."""
-    fair = [name for name in METHODS if Config.preset("w4a4", name).images_needed <= IMAGES]
-    names = [*_COMPARED, *(name for name in fair if name not in _COMPARED)]
-    return (_method(bits, name, name == "evol-q") for bits in _BITS for name in names)
+# Every method, the methods of the published comparison first, and those that need no more images than the others.
+_ALL = (*_COMPARED, *(name for name in METHODS if name not in _COMPARED))
+_FAIR = [name for name in _ALL if name in _COMPARED or Config.preset("w4a4", name).images_needed <= IMAGES]
 
 
 def _method(bits: str, name: str, once: bool = False) -> Row:
@@ -174,14 +172,12 @@ def _after_gelu() -> Iterator[Row]:
             yield Row((kind, offset, frame), _config("w4a4", method, post_gelu=kind), beside)
 
 
-def _detected() -> Iterator[Row]:
-    """Return a row for every method, the methods of the published comparison first."""
-    names = [*_COMPARED, *(name for name in METHODS if name not in _COMPARED)]
-    return (_method(bits, name) for bits in ("w4a4", "w6a6") for name in names)
-
-
 TABLES = {
-    "1": Table("Top-1 by method and bits", ("method",), tuple(_methods())),
+    "1": Table(
+        "Top-1 by method and bits",
+        ("method",),
+        tuple(_method(bits, name, name == "evol-q") for bits in _BITS for name in _FAIR),
+    ),
     "2": Table(
         "Without and with AdaLog and FPCS",
         ("after softmax", "after GELU", "search"),
@@ -222,7 +218,11 @@ TABLES = {
     ),
     "A": Table("Quantizers after softmax", ("after softmax", "search"), tuple(_after_softmax())),
     "B": Table("Quantizers after GELU", ("after GELU", "offset", "search"), tuple(_after_gelu())),
-    "C": Table("AP of detectors by method and bits", ("method",), tuple(_detected())),
+    "C": Table(
+        "AP of detectors by method and bits",
+        ("method",),
+        tuple(_method(bits, name) for bits in ("w4a4", "w6a6") for name in _ALL),
+    ),
     "D": Table(
         "Stages after the search, all on 1,024 images",
         ("method", "stages"),

@@ -22,17 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from adalog import DataError, files
-from adalog.cli.console import (
-    check_outputs,
-    emit_json,
-    job,
-    progress_bar,
-    quiet,
-    run_script,
-    say,
-    waiting,
-    write_file,
-)
+from adalog.cli.console import check_outputs, emit_json, job, progress_bar, quiet, run_script, say, waiting, write_file
 from adalog.cli.options import DebugOption, DeviceOption, JsonOption, find_device, thread_count
 from adalog.cli.targets import load_model, source_of
 from adalog.detection import zoo as detection

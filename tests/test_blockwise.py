@@ -26,25 +26,22 @@ def test_one_scale_after_another_is_multiplied():
     """A loss of two scales whose best multiples are on the grid, in coordinates."""
     choices = BlockRefinement(candidates=9, span=(0.6, 1.4), rounds=2)
 
-    def loss(quantizers):
-        a, b = (float(quantizer.scale) for quantizer in quantizers if quantizer is not None)
-        return (a - 1.2) ** 2 + (b - 2 * a) ** 2
+    def loss_of(scales):
+        return (scales[0] - 1.2) ** 2 + (scales[1] - 2 * scales[0]) ** 2
 
-    found = refine_block(
-        lambda best, index: loss, [uniform_of(1.0), None, uniform_of(2.0)], choices, [False, False, False]
-    )
-    a, b = 1.0, 2.0
-    grid = [0.6 + 0.1 * i for i in range(9)]
-    for _ in range(2):
-        for which in (0, 1):
-            tried = [(a * m, b) if which == 0 else (a, b * m) for m in grid]
-            best = min(tried, key=lambda pair: (pair[0] - 1.2) ** 2 + (pair[1] - 2 * pair[0]) ** 2)
-            if (best[0] - 1.2) ** 2 + (best[1] - 2 * best[0]) ** 2 < (a - 1.2) ** 2 + (b - 2 * a) ** 2:
-                a, b = best
-    assert [float(found[0].scale), float(found[2].scale)] == pytest.approx([a, b])
+    def loss(quantizers):
+        return loss_of([float(quantizer.scale) for quantizer in quantizers if quantizer is not None])
+
+    start = [uniform_of(1.0), None, uniform_of(2.0)]
+    found = refine_block(lambda *_: loss, start, choices, [False] * 3)
+    best, grid = (1.0, 2.0), [0.6 + 0.1 * i for i in range(9)]
+    for which in (0, 1, 0, 1):
+        a, b = best
+        tried = [(a * m, b) if which == 0 else (a, b * m) for m in grid]
+        best = min([best, *tried], key=loss_of)
+    assert [float(found[0].scale), float(found[2].scale)] == pytest.approx(best)
     assert found[1] is None
-    kept = refine_block(lambda best, index: loss, [uniform_of(1.0), None, uniform_of(2.0)], choices, [True, True, True])
-    assert [float(kept[0].scale), float(kept[2].scale)] == [1.0, 2.0]
+    assert refine_block(lambda *_: loss, start, choices, [True] * 3) == start
 
 
 def test_a_scale_with_an_equal_loss_replaces_nothing():

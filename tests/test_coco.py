@@ -41,12 +41,13 @@ def told(scenes):
 LABELS = range(1, len(NAMES) + 1)
 
 
-# --- average precision -----------------------------------------------------------------------------------------------
+def results_of(scenes, find=found_in):
+    numbers, drawn = zip(*scenes, strict=True)
+    return coco.results_of(map(find, drawn), numbers, LABELS)
 
 
 def test_the_truth_has_ap_1(scenes, told):
-    results = coco.results_of([found_in(each) for _, each in scenes], [number for number, _ in scenes], LABELS)
-    figures = coco.average_precision(told, results)
+    figures = coco.average_precision(told, results_of(scenes))
     assert figures["box_ap"] == pytest.approx(1)
     assert figures["mask_ap"] == pytest.approx(1)
     assert set(figures) == {f"{kind}_{name}" for kind in ("box", "mask") for name in coco.FIGURES}
@@ -61,17 +62,16 @@ def test_annotations_may_have_any_numbers(scenes, told, tmp_path, number):
     file = tmp_path / "told.json"
     file.write_text(json.dumps({**told, "annotations": annotations}))
     read = coco.read_annotations(file, tmp_path)
-    results = coco.results_of([found_in(each) for _, each in scenes], [number for number, _ in scenes], LABELS)
-    assert coco.average_precision(read.told, results)["box_ap"] == pytest.approx(1)
+    assert coco.average_precision(read.told, results_of(scenes))["box_ap"] == pytest.approx(1)
     twice = [{**each, "id": 1} for each in told["categories"]]
     file.write_text(json.dumps({**told, "categories": twice}))
     with pytest.raises(DataError, match="two categories with the same id"):
         coco.read_annotations(file, tmp_path)
 
 
-def random_detections(each, seed):
+def random_detections(each):
     """Objects moved a little, some of another class, and some that are not there."""
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(int(each.image.sum()))
     boxes = torch.from_numpy(each.boxes())
     boxes = boxes + torch.randn(boxes.shape, generator=draw) * 3
     boxes = torch.cat([boxes, torch.tensor([[5.0, 5.0, 50.0, 60.0]])])
@@ -88,8 +88,7 @@ def test_random_detections_agree_with_pycocotools_own_files(scenes, told, tmp_pa
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    numbers = [number for number, _ in scenes]
-    results = coco.results_of([random_detections(each, number) for number, each in scenes], numbers, LABELS)
+    results = results_of(scenes, random_detections)
     figures = coco.average_precision(told, results)
     (tmp_path / "truth.json").write_text(json.dumps({"info": {}, **told}))
     (tmp_path / "found.json").write_text(json.dumps(results))
@@ -131,8 +130,7 @@ def slow_ap50(told, results):
 
 
 def test_ap50_of_boxes_from_its_definition(scenes, told):
-    numbers = [number for number, _ in scenes]
-    results = coco.results_of([random_detections(each, number) for number, each in scenes], numbers, LABELS)
+    results = results_of(scenes, random_detections)
     assert coco.average_precision(told, results)["box_ap50"] == pytest.approx(slow_ap50(told, results), abs=0.01)
 
 
@@ -150,7 +148,7 @@ def test_nothing_found_and_nothing_to_find(told):
 
 def test_boxes_without_area_and_crowds_change_nothing(scenes, told):
     """A crowd counts neither way; a box without area finds nothing."""
-    results = coco.results_of([found_in(each) for _, each in scenes], [number for number, _ in scenes], LABELS)
+    results = results_of(scenes)
     crowd = {**told["annotations"][0], "id": 9999, "iscrowd": 1, "bbox": [0, 0, 256, 192], "area": 256.0 * 192}
     crowd["segmentation"] = coco.encoded_mask(np.ones((192, 256), bool))
     assert coco.average_precision({**told, "annotations": [*told["annotations"], crowd]}, results)["box_ap"] == 1
@@ -159,9 +157,6 @@ def test_boxes_without_area_and_crowds_change_nothing(scenes, told):
     )
     results += coco.results_of([extra], [scenes[0][0]], LABELS)
     assert coco.average_precision(told, results)["box_ap"] == pytest.approx(1)
-
-
-# --- annotation files ------------------------------------------------------------------------------------------------
 
 
 def written(told, folder, change=lambda told: None):
@@ -233,8 +228,7 @@ def test_outlines_of_each_kind_are_judged(scenes, told, outline, tmp_path):
         told["annotations"][0].update(segmentation=outline)
 
     found = coco.read_annotations(written(told, tmp_path, change), tmp_path)
-    results = coco.results_of([found_in(each) for _, each in scenes], found.ids, LABELS)
-    assert 0.5 < coco.average_precision(found.told, results)["mask_ap"] < 1
+    assert 0.5 < coco.average_precision(found.told, results_of(scenes))["mask_ap"] < 1
 
 
 def test_an_image_of_another_size_than_annotated(told, tmp_path):
@@ -253,19 +247,16 @@ def test_a_file_that_is_no_json(tmp_path):
 
 
 def test_the_public_classes():
+    assert [coco.NAMES[number] for number in (0, 23, 79)] == ["person", "giraffe", "toothbrush"]
     assert len(coco.NAMES) == 80
-    assert (coco.NAMES[0], coco.NAMES[23], coco.NAMES[-1]) == ("person", "giraffe", "toothbrush")
-
-
-# --- scenes ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [(192, 256), (120, 90)])
 def test_scenes_are_the_same_every_time(size):
-    one, other = scene(5, size), scene(5, size)
-    assert one.image.shape == (*size, 3)
-    assert np.array_equal(one.image, other.image)
-    assert not np.array_equal(one.image, scene(6, size).image)
+    one, again, other = (scene(number, size).image for number in (5, 5, 6))
+    assert one.shape == (*size, 3)
+    assert np.array_equal(one, again)
+    assert not np.array_equal(one, other)
 
 
 def test_objects_of_scenes(scenes):
@@ -278,9 +269,6 @@ def test_objects_of_scenes(scenes):
             assert (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1) == (x1, y1, x2, y2)
             assert mask.sum() >= 60
     assert LEAST_SEEN > 0
-
-
-# --- pictures --------------------------------------------------------------------------------------------------------
 
 
 def test_detections_are_drawn(scenes):
@@ -304,7 +292,5 @@ def test_unsure_detections_are_not_drawn(scenes):
 
 def test_neighbouring_classes_have_other_colours():
     colours = np.array([colour_of(label) for label in range(80)], float)
-    distances = np.abs(colours[1:] - colours[:-1]).sum(1)
-    assert distances.min() > 150
-    assert colours.min() >= 0
-    assert colours.max() <= 255
+    assert np.abs(np.diff(colours, axis=0)).sum(1).min() > 150
+    assert 0 <= colours.min() <= colours.max() <= 255

@@ -36,14 +36,22 @@ def quantized(captured_once):
     return quantize(make(), batches(), CONFIG)
 
 
+def assert_stored_whole(detector, file):
+    """What is saved and loaded finds the same objects."""
+    whole.save(detector, file)
+    loaded = whole.load(file)
+    for batch in (batches()[0], SETTINGS.resizing.batch(pictures(1), (96, 128))):
+        for one, other in zip(detector(batch), loaded(batch), strict=True):
+            assert torch.equal(one.boxes, other.boxes)
+            assert torch.equal(one.masks, other.masks)
+    return loaded
+
+
 def test_every_part_is_quantized(quantized):
     floats = {name: part.float_sites() for name, part in quantized.parts.items()}
     assert floats == {"backbone": [], "neck": [], "rpn": [], "box": [], "mask": ["upsample"]}
-    told = quantized.parts["mask"].refusals
-    assert told == {
-        "upsample.conv_transpose2d": "stays float: conv_transpose2d is neither a linear, a 2-D convolution nor a "
-        "matrix product"
-    }
+    reason = "stays float: conv_transpose2d is neither a linear, a 2-D convolution nor a matrix product"
+    assert quantized.parts["mask"].refusals == {"upsample.conv_transpose2d": reason}
     assert len(quantized.parts["rpn"].program.weights) == 3
     assert quantized.parts["backbone"].provenance["images"] == 3
 
@@ -53,11 +61,9 @@ def test_heads_calibrate_on_the_first_images_alone():
     detector, few, many = make(), batches()[:1], batches()
     config = replace(CONFIG, images=2)
     one, other = (quantize(detector, given, config, parts=("box",)) for given in (few, many))
-    scales = [
-        {name: value.scale.tolist() for name, value in each.parts["box"].program.quantizers.items()}
-        for each in (one, other)
-    ]
-    assert scales[0] == scales[1]
+    quantizers = [each.parts["box"].program.quantizers.items() for each in (one, other)]
+    first, second = ({name: value.scale.tolist() for name, value in items} for items in quantizers)
+    assert first == second
     assert one.parts["box"].provenance == other.parts["box"].provenance
 
 
@@ -85,28 +91,21 @@ def distances(one, other):
 
     detections = Detector({name: both(name) for name in one.parts}, one.settings)(batch)
     assert all(len(each) for each in detections)
+    assert len(found) == 5
     return found
 
 
 @torch.no_grad()
 def test_each_part_is_about_what_it_was(quantized):
-    found = distances(make(), quantized)
-    assert len(found) == 5
-    assert max(found.values()) < 0.1
+    assert max(distances(make(), quantized).values()) < 0.1
 
 
 def test_a_saved_detector_is_the_same(quantized, tmp_path):
-    size = whole.save(quantized, tmp_path / "detector")
-    assert size == (tmp_path / "detector").stat().st_size
+    loaded = assert_stored_whole(quantized, tmp_path / "detector")
     assert whole.is_detector((tmp_path / "detector").read_bytes())
-    loaded = whole.load(tmp_path / "detector")
     assert loaded.settings == quantized.settings
     assert all(isinstance(part, QuantizedModel) for part in loaded.parts.values())
-    for batch in (batches()[0], SETTINGS.resizing.batch(pictures(1), (96, 128))):
-        for one, other in zip(quantized(batch), loaded(batch), strict=True):
-            assert torch.equal(one.boxes, other.boxes)
-            assert torch.equal(one.masks, other.masks)
-    whole.save(loaded, tmp_path / "again")
+    assert whole.save(loaded, tmp_path / "again") == (tmp_path / "detector").stat().st_size
     assert (tmp_path / "again").read_bytes() == (tmp_path / "detector").read_bytes()
 
 
@@ -142,7 +141,6 @@ def test_native_is_the_reference_at_every_size(quantized, size):
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_it_runs_in_integers(executor, quantized):
     found = distances(quantized, whole.compile_parts(quantized, executor))
-    assert len(found) == 5
     assert max(found.values()) < 0.02  # a code may be rounded the other way
 
 
@@ -150,9 +148,7 @@ def test_chosen_parts_alone_are_quantized(tmp_path):
     found = quantize(make(), batches(), CONFIG, parts=["backbone", "rpn"])
     assert [name for name, part in found.parts.items() if part.program.weights] == ["backbone", "rpn"]
     assert found.parts["box"].refusals["logits"] == "stays float: its part was not chosen"
-    whole.save(found, tmp_path / "detector")
-    (one, _), (other, _) = found(batches()[0]), whole.load(tmp_path / "detector")(batches()[0])
-    assert torch.equal(one.boxes, other.boxes)
+    assert_stored_whole(found, tmp_path / "detector")
     for wrong in ([], ["backbone", "tail"]):
         with pytest.raises(ValueError, match="choose from backbone, neck, rpn, box, mask"):
             quantize(make(), batches(), CONFIG, parts=wrong)
@@ -194,9 +190,14 @@ def test_heads_are_calibrated_where_nothing_is_found():
 def test_a_cascade(tmp_path):
     found = quantize(make(3), batches(), CONFIG)
     assert list(found.parts)[3:] == ["box_0", "box_1", "box_2", "mask_0", "mask_1", "mask_2"]
-    whole.save(found, tmp_path / "detector")
-    (one, _), (other, _) = found(batches()[0]), whole.load(tmp_path / "detector")(batches()[0])
-    assert torch.equal(one.boxes, other.boxes)
+    assert_stored_whole(found, tmp_path / "detector")
+
+
+@pytest.fixture
+def stored(quantized, tmp_path):
+    """The path of a saved detector."""
+    whole.save(quantized, tmp_path / "detector")
+    return tmp_path / "detector"
 
 
 def changed(content, change):
@@ -228,31 +229,25 @@ def changed(content, change):
         (lambda told: told["settings"].update(names=["x" * 2**23]), "more than 8388608"),
     ],
 )
-def test_files_that_are_no_detector(quantized, change, words, tmp_path):
-    path = tmp_path / "detector"
-    whole.save(quantized, path)
-    path.write_bytes(changed(path.read_bytes(), change))
+def test_files_that_are_no_detector(stored, change, words):
+    stored.write_bytes(changed(stored.read_bytes(), change))
     with pytest.raises(ArtifactError, match=words):
-        whole.load(path)
+        whole.load(stored)
 
 
-def test_a_setting_that_is_there_twice(quantized, tmp_path):
-    path = tmp_path / "detector"
-    whole.save(quantized, path)
-    content = path.read_bytes()
+def test_a_setting_that_is_there_twice(stored):
+    content = stored.read_bytes()
     twice = content.replace(b'\\"format\\":1', b'\\"format\\":1,\\"format\\":1', 1)
     length = int.from_bytes(content[:8], "little") + len(twice) - len(content)
-    path.write_bytes(length.to_bytes(8, "little") + twice[8:])
+    stored.write_bytes(length.to_bytes(8, "little") + twice[8:])
     with pytest.raises(ArtifactError, match="a JSON object has a key twice"):
-        whole.load(path)
+        whole.load(stored)
 
 
-def test_damaged_files(quantized, tmp_path):
-    path, content = tmp_path / "detector", serialise(quantized.parts["box"])
-    whole.save(quantized, path)
-    good = path.read_bytes()
+def test_damaged_files(quantized, stored):
+    content, good = serialise(quantized.parts["box"]), stored.read_bytes()
     for damaged in (good[:-20], good[:100], b"", b"x" * 64, content):
-        path.write_bytes(damaged)
+        stored.write_bytes(damaged)
         with pytest.raises(ArtifactError, match="is damaged, or not a detector"):
-            whole.load(path)
+            whole.load(stored)
     assert not whole.is_detector(content)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -18,7 +19,6 @@ from adalog.detection.network import ARCHITECTURES, RATIOS, make_parts, paramete
 from problems_detector import NAMES, SETTINGS, make, pictures
 
 pytest.importorskip("torchvision")
-# --- images ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -55,17 +55,12 @@ def test_resizing_is_bilinear_in_eight_bits():
     found = Resizing(short=20, long=40, mean=(0, 0, 0), std=(1, 1, 1)).resize(image) * 255
     pixels = np.asarray(image).astype(float)
     assert found.shape == (3, 20, 30)
-    for row in range(20):
-        for column in range(30):
-            y, x = (row + 0.5) * 2 - 0.5, (column + 0.5) * 2 - 0.5
-            top, left = int(y), int(x)
-            fy, fx = y - top, x - left
-            value = sum(
-                pixels[top + i, left + j] * (fy if i else 1 - fy) * (fx if j else 1 - fx)
-                for i in (0, 1)
-                for j in (0, 1)
-            )
-            assert np.abs(found[:, row, column].numpy() - value).max() <= 0.5 + 1e-3
+    for row, column in product(range(20), range(30)):
+        y, x = (row + 0.5) * 2 - 0.5, (column + 0.5) * 2 - 0.5
+        top, left = int(y), int(x)
+        fy, fx = np.array([1 - y + top, y - top]), np.array([1 - x + left, x - left])
+        value = np.einsum("i, j, ijc -> c", fy, fx, pixels[top : top + 2, left : left + 2])
+        assert np.abs(found[:, row, column].numpy() - value).max() <= 0.5 + 1e-3
 
 
 @pytest.mark.parametrize("mode", ["L", "I;16"])
@@ -82,9 +77,6 @@ def test_an_image_too_thin_is_refused(tmp_path):
         read(tmp_path / "thin.png")
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "millions"),
     [("mask-swin-t", 47.8), ("mask-swin-s", 69.1), ("cascade-swin-t", 85.6), ("cascade-swin-s", 106.9)],
@@ -97,10 +89,9 @@ def test_parameters(name, millions):
 
 @torch.no_grad()
 def test_the_pyramid():
-    parts = make().parts
+    neck = make().parts["neck"]
     maps = [torch.randn(1, 8 << level, 24 >> level, 17 - 4 * level) for level in range(4)]
-    found = parts["neck"](*maps)
-    neck = parts["neck"]
+    found = neck(*maps)
     lateral = [layer(x) for layer, x in zip(neck.lateral, maps, strict=True)]
     for level in (2, 1, 0):
         _, _, height, width = lateral[level].shape
@@ -113,31 +104,25 @@ def test_the_pyramid():
     assert torch.equal(found[4], found[3][:, :, ::2, ::2])
 
 
-# --- the settings of mmdetection 2 -----------------------------------------------------------------------------------
-
-
 def test_settings_of_the_public_detectors():
-    settings = Settings(NAMES)
     assert STRIDES == (4, 8, 16, 32, 64)
     assert RATIOS == (0.5, 1.0, 2.0)
     assert STDS == ((0.1, 0.1, 0.2, 0.2), (0.05, 0.05, 0.1, 0.1), (0.033, 0.033, 0.067, 0.067))
-    assert (settings.anchor_scale, settings.proposals, settings.proposal_overlap) == (8.0, 1000, 0.7)
-    assert (settings.score, settings.overlap, settings.most, settings.mask) == (0.05, 0.5, 100, 0.5)
-    resizing = settings.resizing
-    assert (resizing.short, resizing.long, resizing.divisor) == (800, 1333, 32)
-    assert resizing.mean == pytest.approx([123.675 / 255, 116.28 / 255, 103.53 / 255])
-    assert resizing.std == pytest.approx([58.395 / 255, 57.12 / 255, 57.375 / 255])
+    expected = {"names": NAMES, "stages": 1, "anchor_scale": 8.0, "proposals": 1000, "proposal_overlap": 0.7}
+    expected |= {"score": 0.05, "overlap": 0.5, "most": 100, "mask": 0.5}
+    found = Settings(NAMES).to_json()
+    resizing = found.pop("resizing")
+    assert found == expected
+    assert [255 * value for value in resizing.pop("mean")] == pytest.approx([123.675, 116.28, 103.53])
+    assert [255 * value for value in resizing.pop("std")] == pytest.approx([58.395, 57.12, 57.375])
+    assert resizing == {"short": 800, "long": 1333, "divisor": 32}
 
 
-def test_heads_of_a_cascade():
+@pytest.mark.parametrize(("stages", "part", "counts"), [(3, "box_1", [4, 4, 3]), (1, "box", [0, 0, 4])])
+def test_heads_of_a_cascade(stages, part, counts):
     """Four convolutions with batch norms and one linear; of the others two linears."""
-    layers = [type(layer).__name__ for layer in make(3).parts["box_1"].modules()]
-    assert [layers.count(name) for name in ("Conv2d", "BatchNorm2d", "Linear")] == [4, 4, 3]
-    layers = [type(layer).__name__ for layer in make(1).parts["box"].modules()]
-    assert [layers.count(name) for name in ("Conv2d", "BatchNorm2d", "Linear")] == [0, 0, 4]
-
-
-# --- between the parts -----------------------------------------------------------------------------------------------
+    layers = [type(layer).__name__ for layer in make(stages).parts[part].modules()]
+    assert [layers.count(name) for name in ("Conv2d", "BatchNorm2d", "Linear")] == counts
 
 
 def slow_proposals(found, size, settings):
@@ -148,12 +133,9 @@ def slow_proposals(found, size, settings):
         _, height, width = scores.shape
         own = anchors(height, width, STRIDES[level], settings.anchor_scale, RATIOS, torch.device("cpu"))
         rows = []
-        for row in range(height):
-            for column in range(width):
-                for ratio in range(3):
-                    anchor = own[(row * width + column) * 3 + ratio]
-                    moved = decode_boxes(anchor, offsets[4 * ratio : 4 * ratio + 4, row, column], (1.0,) * 4, size)
-                    rows.append((float(scores[ratio, row, column]), level, moved.tolist()))
+        for anchor, (row, column, ratio) in zip(own, product(range(height), range(width), range(3)), strict=True):
+            moved = decode_boxes(anchor, offsets[4 * ratio : 4 * ratio + 4, row, column], (1.0,) * 4, size)
+            rows.append((float(scores[ratio, row, column]), level, moved.tolist()))
         kept += sorted(rows, key=lambda each: -each[0])[: settings.proposals]
     kept = [each for each in kept if each[2][2] > each[2][0] and each[2][3] > each[2][1]]
     return greedy(kept, settings.proposal_overlap)[: settings.proposals]
@@ -177,10 +159,10 @@ def overlap(a, b):
 def test_proposals():
     detector, generator = make(), torch.Generator().manual_seed(0)
     sides = [(16, 24), (8, 12), (4, 6), (2, 3), (1, 2)]
-    found = [torch.randn(3, *side, generator=generator) for side in sides]
-    found += [torch.randn(12, *side, generator=generator) * 0.3 for side in sides]
-    expected = slow_proposals(found, (60, 90), detector.settings)
-    boxes = detector.proposals(found, (60, 90))
+    outputs = [torch.randn(3, *side, generator=generator) for side in sides]
+    outputs += [torch.randn(12, *side, generator=generator) * 0.3 for side in sides]
+    expected = slow_proposals(outputs, (60, 90), detector.settings)
+    boxes = detector.proposals(outputs, (60, 90))
     assert len(expected) == 40
     torch.testing.assert_close(boxes, torch.tensor([each[2] for each in expected]), atol=1e-3, rtol=1e-4)
 
@@ -213,11 +195,8 @@ def test_boxes_of_regions(stages):
             if stage < stages - 1:
                 box = moved[int(logits[:3].argmax())]
         likely = (total / stages).softmax(0)
-        rows += [
-            (float(likely[label]), label, (moved[label] / factors).tolist())
-            for label in range(3)
-            if likely[label] > detector.settings.score
-        ]
+        sure = [label for label in range(3) if likely[label] > detector.settings.score]
+        rows += [(float(likely[label]), label, (moved[label] / factors).tolist()) for label in sure]
     expected = greedy(rows, 0.5)[: detector.settings.most]
     assert labels.tolist() == [each[1] for each in expected]
     assert scores.tolist() == pytest.approx([each[0] for each in expected], rel=1e-4)
@@ -245,10 +224,8 @@ def test_an_image_with_no_object():
 
 
 def test_images_of_a_batch_do_not_meet():
-    detector = make()
-    images = pictures()
-    together = detector(SETTINGS.resizing.batch(images))
-    for image, found in zip(images, together, strict=True):
+    detector, images = make(), pictures()
+    for image, found in zip(images, detector(SETTINGS.resizing.batch(images)), strict=True):
         (alone,) = detector(SETTINGS.resizing.batch([image], (96, 96)))
         torch.testing.assert_close(alone.boxes, found.boxes, atol=1e-2, rtol=1e-3)
         assert found.boxes.amax() <= max(image.size)
@@ -262,17 +239,13 @@ def test_parts_that_are_missing():
         Detector(parts, SETTINGS)
 
 
-# --- public weights --------------------------------------------------------------------------------------------------
-
-
 def public_state(stages, seed=1):
     """A checkpoint with the names of the public detectors."""
-    parts = make(stages, seed).parts
-    state = {public: parts[part].state_dict()[name].clone() for part, name, public in public_names(parts)}
-    return {
-        name: value.reshape(16, 16) if name.endswith("relative_position_index") else value
-        for name, value in state.items()
-    }
+    parts, state = make(stages, seed).parts, {}
+    for part, name, public in public_names(parts):
+        value = parts[part].state_dict()[name].clone()
+        state[public] = value.reshape(16, 16) if name.endswith("relative_position_index") else value
+    return state
 
 
 PUBLIC = {

@@ -35,7 +35,7 @@ def test_an_average_precision_without_objects_is_left_empty():
     draws = [detectors._numbers({"box_ap": 0.5, "mask_ap": math.nan}) | {"seconds": float(each)} for each in range(2)]
     row = detectors._joined(draws)
     assert (row["mask_ap"], row["box_ap"]["mean"], row["seconds"]["mean"]) == (None, 0.5, 0.5)
-    assert [detectors._percent(row[name]) for name in ("mask_ap", "box_ap")] == ["", "50.0 ± 0.0"]
+    assert detectors._precisions({**row, "published": {"box_ap": 9.0}}) == ["50.0 ± 0.0", "", "9.0", ""]
 
 
 def test_a_table_that_was_stopped_says_so():
@@ -91,10 +91,7 @@ def test_an_image_that_cannot_be_read_ends_the_run(tmp_path):
         (("C", "1"), "table C is about detectors: measure it without 1"),
         (("C", "--device", "cuda"), "table C is measured on the CPU only: leave out --device cuda"),
         (("C", "--data", "."), "the bundled detector has its own images and weights: leave out --data"),
-        (
-            ("C", "--models", "timm:vit"),
-            "table C is about detectors, and timm:vit is not one: give mmdet:NAME",
-        ),
+        (("C", "--models", "timm:vit"), "table C is about detectors, and timm:vit is not one: give mmdet:NAME"),
         (("C", "--models", "mmdet:mask-swin-t"), "has no weights: give --checkpoint"),
         (("1", "--checkpoint", "x"), "--checkpoint applies only to table C"),
     ],

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from operator import mul
 
 import pytest
 import torch
@@ -15,8 +16,6 @@ from adalog.quantizers import UniformQuantizer
 from problems import uniform_of
 from strategies import normal
 
-# --- losses ----------------------------------------------------------------------------------------------------------
-
 
 def test_info_nce():
     """Evol-Q's loss: each quantized output tells its own float output from those of the other images."""
@@ -24,19 +23,13 @@ def test_info_nce():
 
     def similarity(i, j):
         a, b = outputs[i].tolist(), wanted[j].tolist()
-        dot = sum(x * y for x, y in zip(a, b, strict=True))
-        return dot / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
+        return sum(map(mul, a, b)) / math.hypot(*a) / math.hypot(*b)
 
-    terms = []
-    for i in range(5):
-        total = sum(math.exp(similarity(i, j) / t) for j in range(5))
-        terms.append(-math.log(math.exp(similarity(i, i) / t) / total))
-    assert info_nce(outputs, wanted, t) == pytest.approx(sum(terms) / 5)
-    assert info_nce(outputs.view(5, 7, 1) * 4, wanted, t) == pytest.approx(sum(terms) / 5)
+    likely = [[math.exp(similarity(i, j) / t) for j in range(5)] for i in range(5)]
+    mean = sum(-math.log(row[i] / sum(row)) for i, row in enumerate(likely)) / 5
+    assert info_nce(outputs, wanted, t) == pytest.approx(mean)
+    assert info_nce(outputs.view(5, 7, 1) * 4, wanted, t) == pytest.approx(mean)
     assert info_nce(wanted, wanted, t) < info_nce(outputs, wanted, t)
-
-
-# --- evolution -------------------------------------------------------------------------------------------------------
 
 
 def test_mutants_lie_within_the_radius():
@@ -75,24 +68,16 @@ def test_evolution_finds_better_scales_and_keeps_the_best():
         assert min(steps) <= 2e-3
 
 
-def test_evolution_that_finds_nothing_changes_nothing():
+@pytest.mark.parametrize("least", [None, 2.0])
+@pytest.mark.parametrize("worse", [0.0, 1.0], ids=["equal", "worse"])
+def test_evolution_keeps_the_start_where_nothing_is_better(worse, least):
+    def loss(individual):
+        return 2.0 + worse * abs(float(individual[0].scale) - 1)
+
     start = [uniform_of(1.0)]
-    choices = Evolution(cycles=5, radius=0.1)
-    for least in (None, 0.0):
-        found = evolve(lambda individual: abs(float(individual[0].scale) - 1), start, choices, torch.Generator(), least)
-        assert found[0] == 0
-        assert found[1] is start
-
-
-# --- blocks ----------------------------------------------------------------------------------------------------------
-
-
-def test_evolution_keeps_the_start_among_equals():
-    start = [uniform_of(1.0)]
-    assert evolve(lambda _: 2.0, start, Evolution(cycles=5), torch.Generator().manual_seed(0))[1] is start
-
-
-# --- whole models ----------------------------------------------------------------------------------------------------
+    found = evolve(loss, start, Evolution(cycles=5, radius=0.1), torch.Generator(), least)
+    assert found[0] == 2.0
+    assert found[1] is start
 
 
 @pytest.mark.slow

@@ -26,9 +26,6 @@ from commands import forked, refusal, say
 LOG = LogQuantizer(torch.tensor(2.0), 30, 37, 3, offset=0.17, keeps_offset=True)
 
 
-# --- panels and SQNR ------------------------------------------------------------------------------------------------
-
-
 def test_panels_of_an_artifact(quantized, images):
     softmax, gelu = figures.site_panels(quantized)
     assert list(softmax.quantizers) == ["blocks.0.attn.av", "blocks.1.attn.av"]
@@ -64,10 +61,8 @@ def test_sqnr_by_kind_of_site():
     assert [axis.get_title() for axis in shown] == titles
     assert [line.get_xydata().tolist() for line in shown[-1].lines] == [[[1, 13], [2, 14]], [[1, 12], [2, 13]]]
     assert [len(line.get_xdata()) for line in shown[2].lines] == [0, 0]  # float has no noise
-    one, two = shown[0].lines
-    assert one.get_marker() != two.get_marker()
-    assert one.get_color() != two.get_color()
-    assert one.get_linestyle() != two.get_linestyle()
+    looks = [(line.get_marker(), line.get_color(), line.get_linestyle()) for line in shown[0].lines]
+    assert all(one != two for one, two in zip(*looks, strict=True))
 
 
 def panel_figure(drawn):
@@ -113,8 +108,6 @@ def test_an_index_of_pictures():
     assert all(caption for _, caption in files.values())
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
-
 MODEL = """
 import torch
 from torch import nn
@@ -124,6 +117,10 @@ def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.GELU(), nn.Linear(16, 7)), Preprocessing((8, 8), (8, 8))
 """
+
+
+def files_of(*names):
+    return [f"{name}.{form}" for name in names for form in ("png", "svg")]
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +143,7 @@ def test_figures_of_a_model(folder, tmp_path):
     assert (code, error) == (0, "")
     told = json.loads(out)
     names = [entry["file"] for entry in told["files"]]
-    drawn = [f"{name}.{form}" for name in ("histograms", "levels", "landscape", "sqnr") for form in ("png", "svg")]
-    assert names == [*drawn, "index.md"]
+    assert names == [*files_of("histograms", "levels", "landscape", "sqnr"), "index.md"]
     assert told["left_out"] == {}
     assert sorted(names) == sorted(path.name for path in (tmp_path / "out").iterdir())
     assert "own.py:model at w3a3, adalog: the search of 3. " in told["files"][4]["caption"]
@@ -187,26 +183,17 @@ def test_figures_of_an_artifact(folder, tmp_path, monkeypatch, capsys):
     drawn, left_out = figures.of_artifact(quantized, "out", None)
     assert [each.name for each in drawn] == ["levels", "sqnr"]
     assert left_out["histograms"] == "no images: give --data FOLDER"
-    arguments = [
-        file,
-        "--data",
-        folder / "images",
-        "--images",
-        4,
-        "--out",
-        tmp_path / "out",
-        "--json",
-        tmp_path / "told",
-    ]
-    out = say(monkeypatch, capsys, *arguments, main=main)
+    files = ("--data", folder / "images", "--out", tmp_path / "out", "--json", tmp_path / "told")
+    out = say(monkeypatch, capsys, file, "--images", 4, *files, main=main)
     told = json.loads((tmp_path / "told").read_text())
     names = {entry["file"] for entry in told["files"]}
-    assert names == {f"{name}.{form}" for name in ("histograms", "levels", "sqnr") for form in ("png", "svg")} | {
-        "index.md"
-    }
-    assert {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}.keys() == names
+    assert names == {"index.md", *files_of("histograms", "levels", "sqnr")}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
     assert f"{tmp_path / 'out' / 'sqnr.svg'}: {(tmp_path / 'out' / 'sqnr.svg').stat().st_size:,} bytes\n" in out
     assert out.endswith("not drawn: landscape: an artifact does not store the search: give the model instead\n")
+
+
+OWN = ["own.py:model", "--data", "images", "--images", "4"]
 
 
 @pytest.mark.parametrize(
@@ -217,10 +204,7 @@ def test_figures_of_an_artifact(folder, tmp_path, monkeypatch, capsys):
         (["own.py:model", "--data", "images"], "images has only 4 images, but --images is 32"),
         (["demo", "--methods", "adalog,magic"], "method = 'magic' is not one of uniform"),
         (["demo", "--bits", "w4"], "bits = 'w4' is not of the form w4a4"),
-        (
-            ["own.py:model", "--data", "images", "--images", "4", "--site", "head"],
-            "site = 'head' is not one of the 2 sites",
-        ),
+        ([*OWN, "--site", "head"], "site = 'head' is not one of the 2 sites"),
         (["x.safetensors", "--bits", "w4a4"], "path.py:function), not to x.safetensors: leave it out"),
         (["x.safetensors", "--no-pretrained"], "path.py:function), not to x.safetensors: leave them out"),
         (["demo", "--out", "own.py"], "own.py/histograms.png cannot be written: Not a directory"),
@@ -228,8 +212,6 @@ def test_figures_of_an_artifact(folder, tmp_path, monkeypatch, capsys):
 )
 def test_bad_input(folder, monkeypatch, capsys, arguments, told):
     monkeypatch.chdir(folder)
-    before = sorted(folder.iterdir())
+    before = set(folder.glob("[!_]*"))
     assert told in refusal(monkeypatch, capsys, "--out", "new", *arguments, main=main)
-    assert sorted(path for path in folder.iterdir() if path.name != "__pycache__") == [
-        path for path in before if path.name != "__pycache__"
-    ]
+    assert set(folder.glob("[!_]*")) == before

@@ -3,6 +3,7 @@
 from experiments import landscape
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -31,26 +32,27 @@ def test_a_landscape_is_the_loss(searched, drawn):
     left, right = drawn
     assert left.names == ("q (rounded), of base 2^(q / 37)", "scale")
     assert right.names == ("lower bound", "upper bound")
-    hats = [
-        side.fake_quantize(found)
-        for side, found in zip(
-            (searched.product.left, searched.product.right),
-            (searched.assignment.left, searched.assignment.right),
-            strict=True,
-        )
-    ]
-    expected = errors_of(searched.product.left, searched.product.right.values, hats[1], left.whole)
+    product, assignment = searched.product, searched.assignment
+    hats = product.left.fake_quantize(assignment.left), product.right.fake_quantize(assignment.right)
+    expected = errors_of(product.left, product.right.values, hats[1], left.whole)
     assert torch.allclose(left.whole.losses.double(), expected, rtol=1e-2)
     row = int(right.title.split("row ")[1].split()[0]) - 1
-    power = searched.product.right.values.square().sum(1)
+    power = product.right.values.square().sum(1)
     assert int((power < power[row]).sum()) == len(power) // 2
-    one = replace(searched.product.right, values=searched.product.right.values[row : row + 1])
-    expected = errors_of(one, searched.product.left.values, hats[0], right.whole)
+    one = replace(product.right, values=product.right.values[row : row + 1])
+    expected = errors_of(one, product.left.values, hats[0], right.whole)
     assert torch.allclose(right.whole.losses.double(), expected, rtol=1e-2)
-    error = ProductError.of(one.values, searched.product.left.values.T, hats[0].T, (0,))
+    error = ProductError.of(one.values, product.left.values.T, hats[0].T, (0,))
     low, high = one.box(Search().reach)
     _, least = brute_force(lambda points: error.loss_of(one.format.errors(one.values), points), low, high, sizes=(6, 6))
     assert float(right.whole.losses.min()) == pytest.approx(float(least), rel=1e-5)
+
+
+def loss_of_left(searched):
+    """The loss of the product by points of its left operand, as in a search."""
+    left, right = searched.product.left, searched.product.right
+    error = ProductError.of(left.values, right.values.T, right.fake_quantize(searched.assignment.right).T)
+    return partial(error.loss_of, left.format.errors(left.values))
 
 
 def inside(points, view):
@@ -70,13 +72,7 @@ def test_a_path_is_that_of_the_search(searched, drawn):
         assert torch.equal(path.walk[-1], path.final)
         assert ((path.final >= each.near.low) & (path.final <= each.near.high)).all()
         assert path.least <= float(each.whole.losses.min()) * 1.2
-    other = searched.product.right.values, searched.product.right.fake_quantize(searched.assignment.right)
-    error = ProductError.of(searched.product.left.values, *(value.T for value in other))
-    errors = searched.product.left.format.errors(searched.product.left.values)
-
-    def loss(points):
-        return error.loss_of(errors, points)
-
+    loss = loss_of_left(searched)
     point = minimise(loss, searched.product.left, Search(steps=2))
     assert torch.equal(drawn[0].path.final, point.flatten())
     assert drawn[0].path.least == float(loss(point[None]))
@@ -90,12 +86,7 @@ def test_a_path_from_a_sample_walks_on_a_larger_one(searched, monkeypatch):
     assert [len(points) for points in left.path.steps] == [128, 128]
     assert len(left.path.judged) == search.parents
     assert (left.path.judged == left.path.walk[0]).all(1).any()
-    error = ProductError.of(
-        searched.product.left.values,
-        searched.product.right.values.T,
-        searched.product.right.fake_quantize(searched.assignment.right).T,
-    )
-    losses = error.loss_of(searched.product.left.format.errors(searched.product.left.values), left.path.walk)
+    losses = loss_of_left(searched)(left.path.walk)
     assert (losses.diff() <= 0).all()
     assert losses[-1] < losses[0]
     assert float(losses[-1]) == pytest.approx(left.path.least, rel=1e-4)

@@ -21,23 +21,20 @@ from adalog.search.operand import Operand
 from adalog.search.product import Product
 from toys import SMALL_IMAGES, Toy, Unbound
 
-# --- whole models ----------------------------------------------------------------------------------------------------
+QUICK = {
+    ScaleSearch: {"candidates": 8, "probes": 2},
+    Search: {"rounds": 1, "steps": 1},
+    Evolution: {"passes": 1, "cycles": 2},
+    BlockRefinement: {"candidates": 3, "probes": 2},
+    Reconstruction: {"images": 6, "iterations": 4},
+}
 
 
 def brief(method, bits="w4a4s3"):
     """A method's choices with searches that take little time."""
     config = replace(Config.preset(bits, method), images=4)
-    if isinstance(config.search, ScaleSearch):
-        config = replace(config, search=replace(config.search, candidates=8, probes=2))
-    if isinstance(config.search, Search):
-        config = replace(config, search=replace(config.search, rounds=1, steps=1))
-    if isinstance(config.stages[0] if config.stages else None, Evolution):
-        config = replace(config, stages=(Evolution(passes=1, cycles=2),))
-    if isinstance(config.stages[0] if config.stages else None, BlockRefinement):
-        config = replace(config, stages=(BlockRefinement(candidates=3, probes=2),))
-    if isinstance(config.stages[0] if config.stages else None, Reconstruction):
-        config = replace(config, stages=(replace(config.stages[0], images=6, iterations=4),))
-    return config
+    search, *stages = (replace(each, **QUICK.get(type(each), {})) for each in (config.search, *config.stages))
+    return replace(config, search=search, stages=tuple(stages))
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +64,11 @@ PAIRS = [
 @pytest.mark.parametrize(("family", "method"), PAIRS)
 def test_every_family_is_quantized_and_stored(calibrations, family, method):
     model = calibrations(family).quantize(brief(method))
-    images_are_float = method in ("ptq4vit", "apq-vit")
-    assert not model.float_sites() or images_are_float
-    if images_are_float:
+    if method in ("ptq4vit", "apq-vit"):  # they keep images in float
         convs = [row.site for row in model.ledger if row.role == "conv" and row.source == "input"]
         assert [row.site for row in model.ledger if row.left == "float"] == convs
+    else:
+        assert not model.float_sites()
     assert all(math.isfinite(row.sqnr) and row.sqnr > 0 for row in model.ledger)
     stored = QuantizedModel(deserialise(serialise(model.quantized)))
     with torch.no_grad():
@@ -169,9 +166,6 @@ def test_released_zero_points_are_refused_by_files(calibrations, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# --- seen in order ---------------------------------------------------------------------------------------------------
-
-
 def chain(m, x):
     y = m.a(m.norm(x))
     return m.b(y) + m.c(y)
@@ -190,20 +184,20 @@ def test_operands_are_seen_behind_what_is_quantized():
     assert [len(found[name].group.sites) for name in ("a", "b")] == [1, 2]
 
     normed = model.norm(x).detach()
-    channels = ranges.own_range(Operand(normed, UniformFormat(4, own_dims=(1,))), config.search)
-    rows = ranges.own_range(Operand(model.a.weight.detach(), UniformFormat(4, own_dims=(0,))), config.search)
-    behind = channels.fake_quantize(normed) @ rows.fake_quantize(model.a.weight.detach()).T + model.a.bias.detach()
-    expected = ranges.own_range(Operand(behind, UniformFormat(4)), config.search)
+
+    def range_of(values, *own_dims):
+        return ranges.own_range(Operand(values, UniformFormat(4, own_dims=own_dims)), config.search)
+
+    weight, bias = model.a.weight.detach(), model.a.bias.detach()
+    behind = range_of(normed, 1).fake_quantize(normed) @ range_of(weight, 0).fake_quantize(weight).T + bias
+    expected = range_of(behind)
     torch.testing.assert_close(found["b"].assignment.left.scale, expected.scale)
     assert float(found["b"].assignment.left.zero_point) == float(expected.zero_point)
     plain = calibration.search(replace(config, search=replace(config.search, in_order=False)), ["b"])[0]
     assert not torch.allclose(plain.assignment.left.scale, expected.scale)
     # The weight of a folded norm is chosen anew.
-    folded = model.a.weight.detach() * found["a"].assignment.fold.ratio
-    torch.testing.assert_close(
-        found["a"].assignment.right.scale,
-        ranges.own_range(Operand(folded, UniformFormat(4, own_dims=(0,))), config.search).scale,
-    )
+    folded = weight * found["a"].assignment.fold.ratio
+    torch.testing.assert_close(found["a"].assignment.right.scale, range_of(folded, 0).scale)
     # What is judged is the error on float inputs.
     assert torch.equal(found["b"].product.left.values, calibration.operand(calibration.sites[1].left))
 
@@ -252,9 +246,6 @@ def test_gradients_are_thinned_as_operands_are():
         plain = replace(part.product, weights=None, row_splits=None)
         unweighted = config.search.search_product(plain)
         assert float(unweighted.left.scale) > 1.5 * float(part.assignment.left.scale)
-
-
-# --- outputs and images of any kind -----------------------------------------------------------------------------------
 
 
 ENDS = {

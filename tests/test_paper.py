@@ -7,6 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
+from operator import mul
+from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +34,8 @@ from adalog.search.bounds import Search
 from adalog.search.objective import ProductError
 from adalog.search.operand import Operand
 from adalog.search.product import Product
-from adalog.search.strategies import Loss, fpcs, grid
+from adalog.search.strategies import fpcs, grid
+from released_oracle import quantile, square, uniform
 from strategies import R, f64, log_fake_quantize, normal
 
 BITS = [2, 3, 4, 6, 8]
@@ -62,56 +66,44 @@ def assert_codes(code: Tensor, x: Tensor, scale: float, log2_base: float, bits: 
 # --- Sec. 3.1: quantizers with a fixed base -----------------------------------------------------------------
 
 
+def levels_of(scale: float, q: int, r: int, bits: int) -> list[float]:
+    return log_dequantize(torch.arange(2**bits), f64(scale), q, r, bits, table=False).tolist()
+
+
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("scale", [1.0, 0.37])
-def test_eq_01_log2_quantize(bits: int, scale: float) -> None:
+@pytest.mark.parametrize(
+    ("scale", "q", "r"), [*((scale, 1, r) for scale in (1.0, 0.37) for r in (1, 2)), *((0.8, q, R) for q in BASES)]
+)
+def test_eq_01_03_05_quantize(bits: int, scale: float, q: int, r: int) -> None:
     x = post_softmax()
-    assert_codes(log_quantize(x, f64(scale), 1, 1, bits), x, scale, 1.0, bits)
+    assert_codes(log_quantize(x, f64(scale), q, r, bits), x, scale, q / r, bits)
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_eq_02_log2_dequantize(bits: int) -> None:
-    code = torch.arange(2**bits)
-    printed = [0.37 * 2.0**-k for k in range(2**bits)]
-    assert log_dequantize(code, f64(0.37), 1, 1, bits, table=False).tolist() == printed
-
-
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("scale", [1.0, 0.37])
-def test_eq_03_log_sqrt2_quantize(bits: int, scale: float) -> None:
-    x = post_softmax()
-    assert_codes(log_quantize(x, f64(scale), 1, 2, bits), x, scale, 0.5, bits)
+    assert levels_of(0.37, 1, 1, bits) == [0.37 * 2.0**-k for k in range(2**bits)]
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_eq_04_log_sqrt2_dequantize_with_parity_scale(bits: int) -> None:
-    scale = 0.37
-
     def printed(code: int) -> float:
-        parity_scale = scale * ((code % 2) * (math.sqrt(2) - 1) + 1)
+        parity_scale = 0.37 * ((code % 2) * (math.sqrt(2) - 1) + 1)
         return parity_scale * 2.0 ** math.floor(-code / 2)
 
-    value = log_dequantize(torch.arange(2**bits), f64(scale), 1, 2, bits, table=False)
-    assert value.tolist() == pytest.approx([printed(code) for code in range(2**bits)], rel=1e-14)
+    assert levels_of(0.37, 1, 2, bits) == pytest.approx([printed(code) for code in range(2**bits)], rel=1e-14)
 
 
 # --- Sec. 3.2: AdaLog ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("q", BASES)
-def test_eq_05_quantize(bits: int, q: int) -> None:
-    x = post_softmax()
-    assert_codes(log_quantize(x, f64(0.8), q, R, bits), x, 0.8, q / R, bits)
+every_base = pytest.mark.parametrize(("bits", "q"), list(product(BITS, BASES)))
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("q", BASES)
+@every_base
 def test_eq_06_dequantize(bits: int, q: int) -> None:
     base = 2 ** (q / R)
-    value = log_dequantize(torch.arange(2**bits), f64(0.8), q, R, bits, table=False)
     # k log2(base) is rounded before the power is taken: a relative error of about 1000 ulps at the largest exponents.
-    assert value.tolist() == pytest.approx([0.8 * base**-k for k in range(2**bits)], rel=1e-12)
+    assert levels_of(0.8, q, R, bits) == pytest.approx([0.8 * base**-k for k in range(2**bits)], rel=1e-12)
 
 
 @pytest.mark.parametrize("q", BASES)
@@ -124,8 +116,7 @@ def test_eq_07_rational_base_splits_into_shift_and_fraction(q: int) -> None:
         assert 2.0 ** -int(shift[k]) * 2.0**-fraction == pytest.approx(float(levels[k]), rel=1e-13)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("q", BASES)
+@every_base
 def test_eq_08_shift_and_remainder_tables(bits: int, q: int) -> None:
     shift, mantissa = log_tables(q, R, bits)
     exponents = [Fraction(q * k, R) for k in range(2**bits)]
@@ -136,8 +127,7 @@ def test_eq_08_shift_and_remainder_tables(bits: int, q: int) -> None:
     assert remainder == pytest.approx([float(e - math.floor(e)) for e in exponents], abs=tolerance)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("q", BASES)
+@every_base
 def test_eq_09_mantissa_table(bits: int, q: int) -> None:
     s_table = 1 / (2 * (2**bits - 1))
     assert table_step(bits) == s_table
@@ -193,13 +183,8 @@ def linear_layer() -> tuple[Tensor, Tensor, Tensor]:
 def test_eq_11_12_bias_reparameterization_leaves_the_output() -> None:
     weight, bias, x = linear_layer()
     lifted = (x + GELU_OFFSET) @ weight.T + absorb_offset(weight, bias, GELU_OFFSET)
-    printed = [
-        [
-            sum(w * v for w, v in zip(row, column, strict=True)) + b
-            for row, b in zip(weight.tolist(), bias.tolist(), strict=True)
-        ]
-        for column in x.tolist()
-    ]
+    rows = list(zip(weight.tolist(), bias.tolist(), strict=True))
+    printed = [[sum(map(mul, row, column)) + b for row, b in rows] for column in x.tolist()]
     torch.testing.assert_close(lifted, torch.tensor(printed, dtype=torch.float64), rtol=0, atol=1e-13)
     without = (x + GELU_OFFSET) @ weight.T + absorb_offset(weight, None, GELU_OFFSET)
     torch.testing.assert_close(without, x @ weight.T, rtol=0, atol=1e-13)
@@ -236,17 +221,6 @@ def test_eq_15_bias_uses_the_dequantized_weight() -> None:
 # --- Sec. 3.4: the search -----------------------------------------------------------------------------------
 
 
-def recorded(loss: Loss) -> tuple[Loss, list[Tensor]]:
-    """The loss, and the list of the candidates it is called with."""
-    calls: list[Tensor] = []
-
-    def wrapped(points: Tensor) -> Tensor:
-        calls.append(points.clone())
-        return loss(points)
-
-    return wrapped, calls
-
-
 def rippled(points: Tensor) -> Tensor:
     """A loss with several minima, of points (K, 2)."""
     a, b = points[:, 0], points[:, 1]
@@ -280,15 +254,11 @@ def ripple(point: Point) -> float:
 
 
 def percentiles(x: Tensor, fractions: Sequence[float]) -> list[float]:
-    ordered = sorted(x.flatten().tolist())
-    places = [fraction * (len(ordered) - 1) for fraction in fractions]
-    return [
-        ordered[int(place)] + (place % 1) * (ordered[min(int(place) + 1, len(ordered) - 1)] - ordered[int(place)])
-        for place in places
-    ]
+    return [quantile(x, fraction) for fraction in fractions]
 
 
 LOW, HIGH, SIZES, KEEP, STEPS = (-1.0, 0.2), (0.5, 1.4), (16, 8), 16, 4
+CORNERS = f64(*LOW), f64(*HIGH)
 
 
 def distinct(points: list) -> list[tuple[float, float]]:
@@ -296,10 +266,9 @@ def distinct(points: list) -> list[tuple[float, float]]:
 
 
 def test_algorithm_1_candidates_are_the_product_of_two_partitions() -> None:
-    low, high = torch.tensor(LOW, dtype=torch.float64), torch.tensor(HIGH, dtype=torch.float64)
     printed = printed_sets(LOW, HIGH, ripple)[0]
     assert len(printed) == 16 * 8
-    torch.testing.assert_close(grid(low, high, SIZES), torch.tensor(printed, dtype=torch.float64))
+    torch.testing.assert_close(grid(*CORNERS, SIZES), torch.tensor(printed, dtype=torch.float64))
 
 
 def test_algorithm_1_box_lies_between_percentiles() -> None:
@@ -314,14 +283,13 @@ def test_algorithm_1_box_lies_between_percentiles() -> None:
 
 def test_algorithm_1_keeps_the_best_and_shrinks_the_intervals() -> None:
     """Lines 4-7: each candidate set is the printed one. A parent's known loss is not computed again."""
-    loss, calls = recorded(rippled)
-    low, high = torch.tensor(LOW, dtype=torch.float64), torch.tensor(HIGH, dtype=torch.float64)
-    best, least = fpcs(loss, low, high, init=SIZES, parents=KEEP, steps=STEPS)
-    sets = printed_sets(LOW, HIGH, ripple)
-    assert [len(call) for call in calls] == [128] * (STEPS + 1)
+    loss = mock.Mock(side_effect=rippled)
+    best, least = fpcs(loss, *CORNERS, init=SIZES, parents=KEEP, steps=STEPS)
+    sets, calls = printed_sets(LOW, HIGH, ripple), [points for ((points,), _) in loss.call_args_list]
+    assert [len(points) for points in calls] == [128] * (STEPS + 1)
     scored: set[tuple[float, float]] = set()
-    for call, printed in zip(calls, sets, strict=True):
-        new = distinct(call.tolist())
+    for points, printed in zip(calls, sets, strict=True):
+        new = distinct(points.tolist())
         scored |= set(new)
         assert set(new) <= set(distinct(printed)) <= scored
     printed_losses = rippled(torch.tensor(sets[-1], dtype=torch.float64))
@@ -330,8 +298,7 @@ def test_algorithm_1_keeps_the_best_and_shrinks_the_intervals() -> None:
 
 
 def test_algorithm_1_is_never_worse_than_an_earlier_step() -> None:
-    low, high = torch.tensor(LOW, dtype=torch.float64), torch.tensor(HIGH, dtype=torch.float64)
-    losses = [float(fpcs(rippled, low, high, init=(4, 4), parents=3, steps=steps)[1]) for steps in range(7)]
+    losses = [float(fpcs(rippled, *CORNERS, init=(4, 4), parents=3, steps=steps)[1]) for steps in range(7)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
 
@@ -344,8 +311,7 @@ def test_sec_3_4_objective_is_the_output_error(width: int) -> None:
     steps = torch.tensor([[0.05], [0.3], [1.0]], dtype=torch.float64)
 
     def candidates(points: Tensor) -> Tensor:
-        step = points[:, :, None]
-        return torch.round(x / step) * step
+        return torch.round(x / points[..., None]) * points[..., None]
 
     loss = ProductError.of(x, weight.T, weight_hat.T).loss(candidates, steps)
     for got, (step,) in zip(loss.tolist(), steps.tolist(), strict=True):
@@ -353,7 +319,7 @@ def test_sec_3_4_objective_is_the_output_error(width: int) -> None:
         for row in x.tolist():
             for w, w_hat in zip(weight.tolist(), weight_hat.tolist(), strict=True):
                 quantized = sum(round(v / step) * step * u for v, u in zip(row, w_hat, strict=True))
-                total += (quantized - sum(v * u for v, u in zip(row, w, strict=True))) ** 2
+                total += (quantized - sum(map(mul, row, w))) ** 2
         assert got == pytest.approx(total, rel=1e-10)
 
 
@@ -367,8 +333,7 @@ def by_bounds(x: Tensor, point: Sequence[float], bits: int) -> Tensor:
     """Asymmetric uniform between two bounds, of which the lower is at most and the upper at least zero."""
     lower, upper = min(point[0], 0.0), max(point[1], 0.0)
     s = (upper - lower) / (2**bits - 1)
-    z = round(-lower / s)
-    return s * (((x / s).round() + z).clamp(0, 2**bits - 1) - z)
+    return uniform(x, (s, round(-lower / s)), bits)
 
 
 def by_logarithm(x: Tensor, point: Sequence[float], bits: int) -> Tensor:
@@ -377,10 +342,6 @@ def by_logarithm(x: Tensor, point: Sequence[float], bits: int) -> Tensor:
     k = (-((x + 0.17) / s).log2() * R / q).round().clamp(0, 2**bits - 1).long()
     levels = [round(2.0 ** -((i * q) % R / R) * 2 * (2**bits - 1)) * 2.0 ** -(i * q // R) for i in range(2**bits)]
     return s * torch.tensor(levels, dtype=torch.float64)[k] / (2 * (2**bits - 1)) - 0.17
-
-
-def square(x: Tensor) -> float:
-    return float(x.square().sum())
 
 
 def bounds_of(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -16,8 +16,6 @@ from problems import assert_close, pick, rounded
 from released_oracle import quantile
 from strategies import normal
 
-# --- the oracle ------------------------------------------------------------------------------------------------------
-
 
 def asymmetric(x, low, high, bits):
     low, high, top = min(low, 0.0), max(high, 0.0), 2**bits - 1
@@ -32,7 +30,14 @@ def range_of(x, bits, shares):
     return pick(ranges, lambda found: float((x - found[2]).square().mean()))[:2]
 
 
-# --- ranges ----------------------------------------------------------------------------------------------------------
+def assert_range(quantizer, x, bits, shares=(1.0,)):
+    s, z = range_of(x, bits, shares)
+    assert_close(quantizer.scale, [s])
+    assert_close(quantizer.zero_point, [z])
+
+
+def linear(x, weight, bits):
+    return Product("linear", Operand(x, UniformFormat(bits)), Operand(weight, UniformFormat(bits, own_dims=(0,))))
 
 
 SHARES = [(1.0,), (0.9,), (0.999, 0.99, 0.9)]
@@ -42,13 +47,8 @@ SHARES = [(1.0,), (0.9,), (0.999, 0.99, 0.9)]
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_ranges_of_a_linear(shares, bits):
     x, weight = normal(60, 12) * 2 + 0.7, normal(5, 12, seed=1) ** 3
-    search = RangeSearch(percentiles=shares)
-    found = search.search_product(
-        Product("linear", Operand(x, UniformFormat(bits)), Operand(weight, UniformFormat(bits, own_dims=(0,))))
-    )
-    s, z = range_of(x, bits, shares)
-    assert_close(found.left.scale, [s])
-    assert_close(found.left.zero_point, [z])
+    found = RangeSearch(percentiles=shares).search_product(linear(x, weight, bits))
+    assert_range(found.left, x, bits, shares)
     rows = [range_of(row, bits, shares) for row in weight]
     assert_close(found.right.scale, [s for s, _ in rows])
     assert_close(found.right.zero_point, [z for _, z in rows])
@@ -78,21 +78,15 @@ def test_symmetric_weights(bits):
     """FQ-ViT: the largest magnitude is at the end of 2 h codes about zero."""
     x, weight = normal(20, 8), normal(3, 8, seed=1)
     search = RangeSearch(symmetric_weights=True)
-    found = search.search_product(
-        Product("linear", Operand(x, UniformFormat(bits)), Operand(weight, UniformFormat(bits, own_dims=(0,))))
-    )
+    found = search.search_product(linear(x, weight, bits))
     h = 2 ** (bits - 1)
     assert_close(found.right.scale, [float(row.abs().max()) / (h - 0.5) for row in weight])
     assert set(found.right.zero_point.flatten().tolist()) == {h}
-    s, z = range_of(x, bits, (1.0,))  # the other operand, and attention, are not symmetric
-    assert_close(found.left.scale, [s])
-    assert_close(found.left.zero_point, [z])
+    assert_range(found.left, x, bits)  # the other operand, and attention, are not symmetric
     attention = search.search_product(
         Product("qk", Operand(x[None], UniformFormat(bits)), Operand(weight[None], UniformFormat(bits)))
     )
-    s, z = range_of(weight, bits, (1.0,))
-    assert_close(attention.right.scale, [s])
-    assert_close(attention.right.zero_point, [z])
+    assert_range(attention.right, weight, bits)
 
 
 def test_logarithms_scale_is_the_upper_end():
@@ -127,27 +121,23 @@ def test_long_rows_have_the_same_percentiles(monkeypatch):
         assert torch.equal(torch.stack(quantiles.quantiles(x, (1.0, 0.0))), torch.stack([x.amax(1), x.amin(1)]))
 
 
-# --- folds -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rounds", [True, False])
 def test_channels_share_the_mean_scale(rounds):
     """RepQ-ViT, Eqs. 6-9: s' and z' are means, r = s / s', beta = s' (z' - z); the channels' codes are kept."""
     x = normal(64, 6) * torch.tensor([1.0, 2, 3, 0.5, 1, 4]) + torch.tensor([0.0, 1, -1, 0, 2, -3])
     search = RangeSearch(percentiles=(0.99, 0.9), share="mean", round_zero_point=rounds)
     fold, shared = search.fold_channels(x, 4, x[:2])
-    ratio, beta = fold.ratio, fold.beta
     each = [range_of(x[:, channel], 4, search.percentiles) for channel in range(6)]
     s = sum(s for s, _ in each) / 6
     z = sum(z for _, z in each) / 6
     z = round(z) if rounds else z
     assert_close(shared.scale, [s])
     assert_close(shared.zero_point, [z])
-    assert_close(ratio, [scale / s for scale, _ in each])
-    assert_close(beta, [s * (z - zero) for _, zero in each])
+    assert_close(fold.ratio, [scale / s for scale, _ in each])
+    assert_close(fold.beta, [s * (z - zero) for _, zero in each])
     own = torch.stack([(rounded(x[:, c] / a) + b).clamp(0, 15) for c, (a, b) in enumerate(each)], dim=1)
     if rounds:
-        assert torch.equal(shared.quantize(x / ratio - beta), own)
+        assert torch.equal(shared.quantize(x / fold.ratio - fold.beta), own)
 
 
 def test_channels_are_powers_of_two_apart():

@@ -45,18 +45,19 @@ GRID_ALONE = ReleasedSearch(progressive=False)
 SHORT = ReleasedSearch(steps=3, rounds=2)
 searches = pytest.mark.parametrize("search", [SHORT, GRID_ALONE], ids=["fpcs", "alternating"])
 
-# --- problems ---------------------------------------------------------------------------------------------------------
-
 
 def linear(bits):
     x = normal(40, 6, seed=1) * torch.tensor([1, 2, 0.5, 1, 3, 1], dtype=torch.float64) + 0.3
     return Operand(x, UniformFormat(bits)), Operand(normal(3, 6, seed=2), UniformFormat(bits, own_dims=(0,)))
 
 
+def released_form(kind, bits, offset):
+    return power_law_format(kind, bits, Config.preset("w4a4", "adalog-released"), offset)
+
+
 def after_gelu(bits, kind="adalog"):
-    form = power_law_format(kind, bits, Config.preset("w4a4", "adalog-released"), DELTA)
     weight = Operand(normal(3, 6, seed=4), UniformFormat(bits, own_dims=(0,)))
-    return Operand(gelu(normal(40, 6, seed=3) * 2), form), weight
+    return Operand(gelu(normal(40, 6, seed=3) * 2), released_form(kind, bits, DELTA)), weight
 
 
 def queries(bits):
@@ -66,9 +67,8 @@ def queries(bits):
 
 
 def after_softmax(bits, kind="adalog"):
-    form = power_law_format(kind, bits, Config.preset("w4a4", "adalog-released"), 0.0)
-    a = (normal(3, 2, 5, 5, seed=7) * 2).softmax(-1)
-    return Operand(a, form), Operand(normal(3, 2, 4, 5, seed=8), UniformFormat(bits, own_dims=(1,)))
+    scores = Operand((normal(3, 2, 5, 5, seed=7) * 2).softmax(-1), released_form(kind, bits, 0.0))
+    return scores, Operand(normal(3, 2, 4, 5, seed=8), UniformFormat(bits, own_dims=(1,)))
 
 
 def assert_points(quantizer, points):
@@ -91,8 +91,7 @@ def channels_of(values, bits, search):
 @pytest.fixture
 def scored(monkeypatch):
     """The candidates of every evaluation on the output's error, as they come."""
-    seen = []
-    loss = ProductError.loss_of
+    seen, loss = [], ProductError.loss_of
 
     def recorded(self, errors, points):
         seen.append(points.clone())
@@ -110,26 +109,21 @@ def assert_candidates(points, wanted):
         torch.testing.assert_close(flat[..., group], torch.tensor(pairs, dtype=torch.float64), rtol=1e-5, atol=1e-12)
 
 
-# --- the first grids --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bits", WEIGHTS)
 def test_grids_of_a_linear(scored, bits):
     left, right = linear(bits)
     replace(GRID_ALONE, rounds=1).search_product(Product("linear", left, right))
-    assert len(scored) == 2  # weights first
-    assert_candidates(scored[0], [grid(row, bits, WEIGHTS[bits])[0] for row in right.values])
-    assert_candidates(scored[1], [grid(left.values, bits, ACTIVATIONS[bits], 1e-4)[0]])
+    weights, activations = scored
+    assert_candidates(weights, [grid(row, bits, WEIGHTS[bits])[0] for row in right.values])
+    assert_candidates(activations, [grid(left.values, bits, ACTIVATIONS[bits], 1e-4)[0]])
 
 
 @pytest.mark.parametrize("bits", MATMULS)
 def test_grids_of_a_product_of_activations(scored, bits):
-    left, right = queries(bits)
-    replace(GRID_ALONE, rounds=1).search_product(Product("qk", left, right))
-    assert len(scored) == 2  # left first
-    for points, operand in zip(scored, (left, right), strict=True):
-        heads = operand.values.unbind(1)
-        assert_candidates(points, [grid(head, bits, MATMULS[bits], 1e-4)[0] for head in heads])
+    operands = queries(bits)
+    replace(GRID_ALONE, rounds=1).search_product(Product("qk", *operands))
+    for points, operand in zip(scored, operands, strict=True):  # left first
+        assert_candidates(points, [grid(head, bits, MATMULS[bits], 1e-4)[0] for head in operand.values.unbind(1)])
 
 
 @pytest.mark.parametrize("bits", CONVS)
@@ -170,9 +164,6 @@ def test_quantiles_of_long_tensors_are_those_of_their_pieces(scored, monkeypatch
     assert_candidates(scored[0], [grid(row, 4, 8)[0] for row in right.values])
 
 
-# --- the refinement ---------------------------------------------------------------------------------------------------
-
-
 def test_fpcs_refines_scales_alone_and_loses_its_parents(scored):
     """Each step's candidates from the last one's: no parent among them, and the spacing divided by 7.5 instead of 7."""
     left, right = linear(4)
@@ -194,9 +185,7 @@ def test_fpcs_refines_scales_alone_and_loses_its_parents(scored):
         assert not {parent[0] for parent in parents} & {point[0] for point in points}
         assert spacing == pytest.approx((scored[0][1, 0, 0] - scored[0][0, 0, 0]).item() / 7.5**step, rel=1e-5)
         spacing /= 7.5
-    assert float(found.right.scale) == pytest.approx(
-        min(zip(scored[5][:, 0, 0].tolist(), scored[5][:, 1, 0].tolist(), strict=True), key=loss)[0]
-    )
+    assert float(found.right.scale) == pytest.approx(min(scored[5][..., 0].tolist(), key=loss)[0])
     winner = (float(found.right.scale), float(found.right.zero_point))
     assert loss(winner) == pytest.approx(best[-1], rel=1e-5)
 
@@ -212,21 +201,21 @@ def test_fpcs_refines_scales_alone_and_loses_its_parents(scored):
     ids=["fpcs", "alternating", "uniform after gelu", "in full"],
 )
 def test_linear(problem, bits, search):
-    left, right = problem(bits)
+    assert_linear(*problem(bits), bits, search)
+
+
+def assert_linear(left, right, bits, search):
     found = search.search_product(Product("linear", left, right))
     point, rows = linear_oracle(left.values, right.values, bits, search)
     assert_points(found.left, [point])
     assert_points(found.right, rows)
+    return found
 
 
 def test_the_last_round_stands_even_if_an_earlier_one_was_better():
-    left, right = linear(4)
-    right = replace(right, values=normal(3, 6, seed=57))
-    second, third = (replace(SHORT, rounds=rounds).search_product(Product("linear", left, right)) for rounds in (2, 3))
-    assert third.sqnr < second.sqnr
-    point, rows = linear_oracle(left.values, right.values, 4, replace(SHORT, rounds=3))
-    assert_points(third.left, [point])
-    assert_points(third.right, rows)
+    left, right = linear(4)[0], replace(linear(4)[1], values=normal(3, 6, seed=57))
+    second = SHORT.search_product(Product("linear", left, right))
+    assert assert_linear(left, right, 4, replace(SHORT, rounds=3)).sqnr < second.sqnr
 
 
 def test_a_weights_row_of_zeros_stays_zero():
@@ -235,9 +224,9 @@ def test_a_weights_row_of_zeros_stays_zero():
     values[1] = 0
     found = SHORT.search_product(Product("linear", left, replace(right, values=values)))
     hat = found.right.fake_quantize(values)
-    assert bool((found.right.scale > 0).all())
+    assert (found.right.scale > 0).all()
     assert not hat[1].any()
-    assert bool(torch.isfinite(hat).all())
+    assert hat.isfinite().all()
 
 
 @pytest.mark.slow
@@ -253,13 +242,11 @@ def test_rough_losses_of_large_operands_end_at_no_worse_points(monkeypatch, kind
     left = Operand(noise(1024, 128), UniformFormat(bits))
     right = Operand(noise(48, 128), UniformFormat(bits, own_dims=(0,)))
     if kind in ("adalog", "log-sqrt2"):
-        form = power_law_format(kind, bits, Config.preset("w4a4", "adalog-released"), DELTA)
-        left = Operand(gelu(left.values), form)
+        left = Operand(gelu(left.values), released_form(kind, bits, DELTA))
     elif kind in ("qk", "av"):
         left, right = (Operand(noise(8, 2, 96, 96), UniformFormat(bits, own_dims=(1,))) for _ in range(2))
         if kind == "av":
-            form = power_law_format("adalog", bits, Config.preset("w4a4", "adalog-released"), 0.0)
-            left = Operand(left.values.softmax(-1), form)
+            left = Operand(left.values.softmax(-1), released_form("adalog", bits, 0.0))
     role, search = "linear" if left.values.ndim == 2 else kind, replace(SHORT, rounds=1)
     rough = search.search_product(Product(role, left, right))
     monkeypatch.setattr(released, "_MANY", math.inf)
@@ -282,9 +269,6 @@ def test_channels():
         s, z = best_uniform(x, 4, 16, lambda point, x=x: square(uniform(x, point, 4) - x), SHORT, least=1e-4)
         assert float(scale[channel]) == pytest.approx(s, rel=1e-5)
         assert float(zero_point[channel]) == z
-
-
-# --- products of activations ------------------------------------------------------------------------------------------
 
 
 @searches
@@ -332,9 +316,6 @@ def test_fixed_bases_after_softmax_have_scale_one(kind, base):
     assert_points(found.right, heads_by_output(right.values, left.values, hat, 4, SHORT))
 
 
-# --- after GELU -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @searches
 @pytest.mark.parametrize("bits", [3, 6])
@@ -355,12 +336,9 @@ def test_fc2_keeps_8_bases_then_32_pairs(scored):
     assert torch.equal(bases, bases[:, :1].expand(-1, 16))
     assert len(bases[:, 0].unique()) == 8
     assert [len(points) for points in scored] == [128] * (7 + 6)  # and the weights
-    for points in scored[2:7]:
-        pairs = points.reshape(32, 4, 2)
-        assert torch.equal(pairs[..., 1], pairs[:, :1, 1].expand(-1, 4))
-    widths = [
-        float((points.reshape(32, 4, 2)[:, 3, 0] - points.reshape(32, 4, 2)[:, 0, 0]).max()) for points in scored[2:7]
-    ]
+    steps = [points.reshape(32, 4, 2) for points in scored[2:7]]
+    assert all(torch.equal(pairs[..., 1], pairs[:, :1, 1].expand(-1, 4)) for pairs in steps)
+    widths = [float((pairs[:, 3, 0] - pairs[:, 0, 0]).max()) for pairs in steps]
     first = float(scored[1][1, 0] - scored[1][0, 0])
     assert widths == pytest.approx([first / 3.5**step for step in range(5)], rel=1e-4)
 
@@ -398,9 +376,6 @@ def test_twin(scored, search):
     assert scored[0].flatten().tolist() == pytest.approx(powers, rel=1e-6)
 
 
-# --- the whole model --------------------------------------------------------------------------------------------------
-
-
 def released_config(bits):
     return replace(Config.preset(bits, "adalog-released"), images=4, search=ReleasedSearch(steps=1, rounds=1))
 
@@ -421,10 +396,8 @@ def test_the_image_is_float_and_the_heads_norm_is_not_folded(calibration, images
 def test_unequal_bits_fold_nothing(calibration):
     config = released_config("w3a4")
     assert all(searched.assignment.fold is None for searched in calibration.search(config))
-    folded = [
-        searched for searched in calibration.search(released_config("w4a4")) if searched.assignment.fold is not None
-    ]
-    assert len(folded) == 4
+    folded = [searched.assignment.fold is not None for searched in calibration.search(released_config("w4a4"))]
+    assert sum(folded) == 4
     refusals = calibration.quantize(config).refusals.values()
     assert sum("different bits" in why for why in refusals) >= 4
 

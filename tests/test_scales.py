@@ -50,6 +50,15 @@ def start(x, bits):
     return float(x.abs().max()) / (2 ** (bits - 1) - 0.5)
 
 
+def in_turn(search, first, second, loss):
+    """Both scales, each in turn the multiple of its start with the least loss(first, second) beside the other one."""
+    s, t = first, second
+    for _ in range(search.rounds):
+        s = pick([first * m for m in multiples(search)], partial(loss, t=t))
+        t = pick([second * m for m in multiples(search)], partial(loss, s))
+    return s, t
+
+
 @pytest.mark.parametrize("metric", ["squared", "cosine", "hessian"])
 @pytest.mark.parametrize("labels", [[0, 0, 0, 0], [0, 1, 0, 2], None])
 def test_scales_of_a_linear(metric, labels):
@@ -122,17 +131,13 @@ def test_scales_of_queries_and_keys_by_head(metric):
     form = UniformFormat(bits, own_dims=(1,))
     found = search.search_product(Product("qk", Operand(q, form), Operand(k, form), weights=weights))
     for head in range(3):
-        a, b, output = q[:, head], k[:, head], q[:, head] @ k[:, head].mT
-        first, second = start(a, bits), start(b, bits)
-        s, t = first, second
-        for _ in range(search.rounds):
+        a, b = q[:, head], k[:, head]
 
-            def loss(s, t, a=a, b=b, output=output, head=head):
-                hat = symmetric_by_hand(a, s, bits) @ symmetric_by_hand(b, t, bits).mT
-                return distance(output, hat, weights[:, head], search)
+        def loss(s, t, a=a, b=b, head=head):
+            hat = symmetric_by_hand(a, s, bits) @ symmetric_by_hand(b, t, bits).mT
+            return distance(a @ b.mT, hat, weights[:, head], search)
 
-            s = pick([first * m for m in multiples(search)], partial(loss, t=t))
-            t = pick([second * m for m in multiples(search)], partial(loss, s))
+        s, t = in_turn(search, start(a, bits), start(b, bits), loss)
         assert_close(found.left.scale[0, head], [s])
         assert_close(found.right.scale[0, head], [t])
 
@@ -158,17 +163,14 @@ def test_the_split_after_softmax(bits, released):
     first = start(value, bits)
     output, t = scores @ value.mT, first
     sigmas = [2.0**-i for i in range(20)]
+
+    def loss(sigma, value_hat):
+        return distance(output, split_by_hand(scores, sigma, bits, released) @ value_hat.mT, weights, search)
+
     for _ in range(search.rounds):
-        seen = value if released else symmetric_by_hand(value, t, bits)
-        sigma = pick(
-            sigmas,
-            lambda s, seen=seen: distance(output, split_by_hand(scores, s, bits, released) @ seen.mT, weights, search),
-        )
-        hat = split_by_hand(scores, sigma, bits, released)
-        t = pick(
-            [first * m for m in multiples(search)],
-            lambda t, hat=hat: distance(output, hat @ symmetric_by_hand(value, t, bits).mT, weights, search),
-        )
+        sigma = pick(sigmas, partial(loss, value_hat=value if released else symmetric_by_hand(value, t, bits)))
+        hats = {first * m: symmetric_by_hand(value, first * m, bits) for m in multiples(search)}
+        t = pick(list(hats), lambda t, sigma=sigma, hats=hats: loss(sigma, hats[t]))
     assert isinstance(found.left, SplitUniformQuantizer)
     assert_close(found.left.split, [sigma])
     assert_close(found.right.scale, [t])
@@ -177,27 +179,17 @@ def test_the_split_after_softmax(bits, released):
 
 def test_twin_scales_after_gelu():
     bits, x, weight = 4, gelu(normal(50, 8) * 2), normal(3, 8, seed=1)
-    search = ScaleSearch(metric="squared", **FEW)
-    delta = 0.16997
-    operands = (
-        Operand(x, TwinFormat(bits, offset=delta)),
-        Operand(weight, UniformFormat(bits, own_dims=(0,))),
-    )
-    product = Product("linear", *operands, row_splits=torch.zeros(3, dtype=torch.int64))
-    found = search.search_product(product)
-    h = 2 ** (bits - 1)
+    search, delta, h = ScaleSearch(metric="squared", **FEW), 0.16997, 2 ** (bits - 1)
+    operands = (Operand(x, TwinFormat(bits, offset=delta)), Operand(weight, UniformFormat(bits, own_dims=(0,))))
+    found = search.search_product(Product("linear", *operands, row_splits=torch.zeros(3, dtype=torch.int64)))
 
     def twin(s):
         return s * rounded(x / s).clamp(0, h - 1) + delta / h * rounded(x / (delta / h)).clamp(-h, 0)
 
-    def loss(s, t):
-        return float((x @ weight.T - twin(s) @ symmetric_by_hand(weight, t, bits).T).square().sum())
+    def loss(s, t):  # of the weight, which is searched first
+        return float((x @ weight.T - twin(t) @ symmetric_by_hand(weight, s, bits).T).square().sum())
 
-    first = float(x.max()) / (h - 0.5), start(weight, bits)
-    s, t = first
-    for _ in range(search.rounds):
-        t = pick([first[1] * m for m in multiples(search)], partial(loss, s))
-        s = pick([first[0] * m for m in multiples(search)], partial(loss, t=t))
+    t, s = in_turn(search, start(weight, bits), float(x.max()) / (h - 0.5), loss)
     assert isinstance(found.left, TwinUniformQuantizer)
     assert_close(found.left.scale, [s])
     assert_close(found.left.negative_scale, [delta / h])
@@ -249,9 +241,6 @@ def test_a_zero_operand_keeps_finite_scales():
         for side in (found.left, found.right):
             assert bool((side.scale > 0).all())
             assert not side.fake_quantize(zero[:3]).any()
-
-
-# --- scales that a cosine cannot tell apart go to the least squared error ---------------------------------------------
 
 
 TIE_BITS = 3

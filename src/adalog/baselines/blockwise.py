@@ -60,9 +60,7 @@ class BlockRefinement(Refinement):
     ) -> Assigned:
         # Each block is refined on its inputs in the float program, and sites with a folded norm keep their scales. The
         # outputs of one block twice, and the values that the operations after one site read, come on top of the memory.
-        gradients = squares(self.probes)
-        current = list(assigned)
-        blocks = find_blocks(program)
+        gradients, current, blocks = squares(self.probes), list(assigned), find_blocks(program)
         values = Values(program, images, memory, blocks)
         for block in blocks:
             names = {node.name for node in values.operations(block).nodes}  # not the nodes of a second head
@@ -71,17 +69,14 @@ class BlockRefinement(Refinement):
                 for index, (group, assignment) in enumerate(current)
                 if names.issuperset(group.nodes) and assignment.fold is None
             ]
-            if not indices or block.value_out not in gradients:
-                continue
-            refined = _refine_by_gradients(
-                values, block, [current[index] for index in indices], self, gradients[block.value_out]
-            )
-            for index, result in zip(indices, refined, strict=True):
-                current[index] = result
+            if indices and block.value_out in gradients:
+                chosen, weights = [current[index] for index in indices], gradients[block.value_out]
+                for index, result in zip(indices, _refine(values, block, chosen, self, weights), strict=True):
+                    current[index] = result
         return current
 
 
-def _refine_by_gradients(
+def _refine(
     values: Values, block: Block, assigned: Assigned, choices: BlockRefinement, weights: Tensor
 ) -> list[tuple[SiteGroup, Assignment]]:
     output, alone = block.value_out, values.operations(block)
@@ -93,10 +88,8 @@ def _refine_by_gradients(
 
     def near(best: Sides, index: int) -> Callable[[Sides], float]:
         """Return the loss of quantizers that differ from `best` at one index; earlier values are computed once."""
-        state = _with_sides(assigned, best)
-        quantized = rewrite(alone, state)
-        readers = _read_by(quantized, state[index // 2][0].nodes)
-        before = values.of(readers, inputs, quantized)
+        quantized = rewrite(alone, _with_sides(assigned, best))
+        before = values.of(_read_by(quantized, assigned[index // 2][0].nodes), inputs, quantized)
 
         def loss(quantizers: Sides) -> float:
             quantized = rewrite(alone, _with_sides(assigned, quantizers))
@@ -121,15 +114,14 @@ def _with_sides(assigned: Assigned, sides: Sides) -> list[tuple[SiteGroup, Assig
 def _read_by(program: Program, names: Collection[str]) -> list[str]:
     """Return the computed values that these nodes, their quantizers and all their dependents read from elsewhere."""
     quantizers = {node.name for node in program.nodes if node.op == FAKE_QUANTIZE}
-    later = {ref for node in program.nodes if node.name in names for ref in node.refs()} & quantizers
-    later |= set(names)
-    read: dict[str, None] = {}
+    later = {ref for node in program.nodes if node.name in names for ref in node.refs()} & quantizers | set(names)
+    read = list[str]()
     for node in program.nodes:
         if node.name in later or not later.isdisjoint(node.refs()):
             later.add(node.name)
-            read.update(dict.fromkeys(node.refs()))
-    computed = {node.name for node in program.nodes}
-    return [name for name in read if name in computed and name not in later]
+            read += node.refs()
+    earlier = {node.name for node in program.nodes} - later
+    return [name for name in dict.fromkeys(read) if name in earlier]
 
 
 def refine_block(
@@ -140,13 +132,11 @@ def refine_block(
 ) -> Sides:
     """Multiply the scale of one quantizer after another by the factor that lowers the loss most, if any does.
 
-    near(best, index): returns the loss as a function of quantizers that differ from `best` only at this index. fixed:
-    True for each quantizer that must not change.
+    near(best, index): the loss as a function of quantizers that differ from `best` only at this index.
+    fixed: True for each quantizer that must not change.
     """
-    low, high = choices.span
-    factors = torch.linspace(low, high, choices.candidates, dtype=torch.float64).tolist()
-    best = list(start)
-    least: float | None = None
+    factors = torch.linspace(*choices.span, choices.candidates, dtype=torch.float64).tolist()
+    best, least = list(start), None
     for _ in range(choices.rounds):
         for index, stays in enumerate(fixed):
             quantizer = best[index]
@@ -164,12 +154,8 @@ def refine_block(
 
 
 def largest_errors(error: Tensor, weights: Tensor, eliminated: float) -> float:
-    """Return the sum of weights * error^2 over its largest terms.
-
-    eliminated: the fraction of terms that is left out.
-    """
+    """Return the sum of weights * error^2 over its largest terms; `eliminated` is the fraction left out."""
     weighted = (error.square() * weights).flatten()
-    count = weighted.numel() - int(eliminated * weighted.numel())
-    if count < weighted.numel():
-        weighted = weighted.topk(count, sorted=False).values
+    if left_out := int(eliminated * weighted.numel()):
+        weighted = weighted.topk(weighted.numel() - left_out, sorted=False).values
     return float(weighted.sum(dtype=torch.float64))

@@ -7,6 +7,7 @@ a block by |s + u|, with u uniform in [-radius, radius].
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -69,6 +70,13 @@ class Evolution(Refinement):
         blocks, output = find_blocks(program), _first_output(program, images)
         targets = Values(program, images, memory, blocks).of([output])
         current, least = list(assigned), None
+
+        def loss(
+            before: Values, inputs: dict[str, Tensor], assigned: Assigned, indices: list[int], weights: list[Weight]
+        ) -> float:
+            quantized = rewrite(program, _with_weights(assigned, indices, weights))
+            return info_nce(before.of([output], inputs, quantized)[output], targets[output], self.temperature)
+
         for _ in range(self.passes):
             before = Values(rewrite(program, current), images, memory, blocks)
             for block in reversed(blocks):
@@ -76,31 +84,19 @@ class Evolution(Refinement):
                 if not start:
                     continue
                 inputs = before.images | before.of([block.value_in])
-
-                def loss(
-                    quantizers: list[Weight],
-                    indices: Sequence[int] = list(start),
-                    assigned: Assigned = current,
-                    before: Values = before,
-                    inputs: dict[str, Tensor] = inputs,
-                ) -> float:
-                    quantized = rewrite(program, _with_weights(assigned, indices, quantizers))
-                    outputs = before.of([output], inputs, quantized)[output]
-                    return info_nce(outputs, targets[output], self.temperature)
-
-                least, best = evolve(loss, list(start.values()), self, generator, least)
+                loss_of_block = partial(loss, before, inputs, current, list(start))
+                least, best = evolve(loss_of_block, list(start.values()), self, generator, least)
                 current = _with_weights(current, list(start), best)
         return current
 
 
 def _weights(assigned: Assigned, nodes: set[str]) -> dict[int, Weight]:
     """Return the weights of a block, by their index in the assignments."""
-    weights: dict[int, Weight] = {}
-    for index, (group, assignment) in enumerate(assigned):
-        stored = group.first.role in ("linear", "conv") and nodes.issuperset(group.nodes)
-        if stored and assignment.right is not None:
-            weights[index] = assignment.right
-    return weights
+    return {
+        index: assignment.right
+        for index, (group, assignment) in enumerate(assigned)
+        if group.first.role in ("linear", "conv") and nodes.issuperset(group.nodes) and assignment.right is not None
+    }
 
 
 def _with_weights(
@@ -115,19 +111,12 @@ def _with_weights(
 
 
 def _first_output(program: Program, images: Sequence[Tensor]) -> str:
-    """Return the name of the model's first floating-point output.
-
-    Raises CalibrationError if there is none.
-    """
-    names = list(refs_of(program.output))
+    """Return the name of the model's first floating-point output. Raises CalibrationError if there is none."""
     values = trace(program, images)
-    floats = (name for name in names if isinstance(values[name], Tensor) and values[name].is_floating_point())
-    first = next(floats, None)
-    if first is None:
-        raise CalibrationError(
-            "the model has no floating-point output for this method to compare: choose another method"
-        )
-    return first
+    for name in refs_of(program.output):
+        if isinstance(values[name], Tensor) and values[name].is_floating_point():
+            return name
+    raise CalibrationError("the model has no floating-point output for this method to compare: choose another method")
 
 
 def evolve(
@@ -154,16 +143,12 @@ def evolve(
 def mutate(weight: Weight, radius: float | None, generator: torch.Generator) -> Weight:
     """Return the weight with every scale moved by at most the radius; no scale becomes zero."""
     if isinstance(weight, QuantizedTensor):
-        return replace(weight, quantizer=_move(weight.quantizer, radius, generator))
-    return _move(weight, radius, generator)
-
-
-def _move(quantizer: Quantizer, radius: float | None, generator: torch.Generator) -> Quantizer:
+        return replace(weight, quantizer=mutate(weight.quantizer, radius, generator))  # type: ignore[arg-type]
     if radius is None:
-        radius = 1e-4 if quantizer.bits == MAX_BITS else 1e-3
-    moves = torch.rand(quantizer.scale.shape, generator=generator, dtype=torch.float64) * 2 - 1
-    scale = (quantizer.scale + radius * moves.to(quantizer.scale)).abs()
-    return replace(quantizer, scale=scale.clamp(min=2.0**-94))  # type: ignore[type-var]
+        radius = 1e-4 if weight.bits == MAX_BITS else 1e-3
+    moves = torch.rand(weight.scale.shape, generator=generator, dtype=torch.float64) * 2 - 1
+    scale = (weight.scale + radius * moves.to(weight.scale)).abs()
+    return replace(weight, scale=scale.clamp(min=2.0**-94))  # type: ignore[type-var]
 
 
 def info_nce(outputs: Tensor, targets: Tensor, temperature: float) -> float:

@@ -8,12 +8,9 @@ from torch import Tensor
 
 from adalog.calibration.block_errors import BlockError, BlockOutput, Loss, pick, places
 from adalog.calibration.gradients import distance_gradient, hessian_probe, with_mean_one
-from adalog.calibration.values import Values
 
-# Directions of change with less than this fraction of the largest power count as rounding noise.
-_EQUAL = 1e-6
-# The number of images per gradient of FIMA-Q's loss.
-_IMAGES = 64
+_EQUAL = 1e-6  # directions of change with less than this fraction of the largest power count as rounding noise
+_IMAGES = 64  # the number of images per gradient of FIMA-Q's loss
 
 
 class FisherWeights(BlockError):
@@ -26,15 +23,17 @@ class FisherWeights(BlockError):
     def __init__(self, output: BlockOutput, *, averaged: bool = False):
         self._floats, self._name = output.floats, output.name
         probe = hessian_probe(torch.Generator().manual_seed(output.seed))
-        value = output.values[output.name]
+        value, axis = output.values[output.name], output.floats.axes.get(output.name)
         squares = torch.empty_like(value)
         for numbers in output.batches(torch.arange(output.floats.count, device=value.device)):
             chunk = output.pick(numbers)
             exact = chunk[output.name]
-            gradient = output.gradient(chunk, exact, lambda outputs: probe(list(outputs.values()), slice(None)))
-            _put(output.floats, squares, output.name, numbers, gradient.square())
+            square = output.gradient(chunk, exact, lambda outputs: probe(list(outputs.values()), slice(None))).square()
+            if axis is None:
+                squares.copy_(square)
+            else:
+                squares.index_copy_(axis[0], places(axis, numbers), square)
         self._squares = with_mean_one(squares)
-        axis = output.floats.axes.get(output.name)
         self._dim, self._mean = 0, None
         if averaged and axis is not None:
             self._dim, entries = axis
@@ -65,10 +64,8 @@ class LowRankFisher(BlockError):
 
     def __init__(self, output: BlockOutput):
         self._output, self._numbers = output, output.fitted[:_IMAGES] if output.apart else output.fitted
-        self._gradients: list[Tensor] = []
-        self._changes: list[Tensor] = []
-        self._inverse = torch.empty(0)
-        self._units: tuple[float, float] = (1.0, 1.0)
+        self._gradients, self._changes = list[Tensor](), list[Tensor]()
+        self._inverse, self._units = torch.empty(0), (1.0, 1.0)
 
     @torch.no_grad()
     def renew(self, quantized: Callable[[Tensor], Tensor]) -> None:
@@ -106,15 +103,6 @@ class LowRankFisher(BlockError):
     def __call__(self, difference: Tensor, numbers: Tensor) -> Tensor:
         low, diagonal = self._parts(difference)
         return low / self._units[0] + diagonal / self._units[1]
-
-
-def _put(values: Values, values_of_all: Tensor, name: str, numbers: Tensor, values_of_some: Tensor) -> None:
-    """Write the values of some images into the tensor for all images, along the image axis of the named value."""
-    axis = values.axes.get(name)
-    if axis is None:
-        values_of_all.copy_(values_of_some)
-    else:
-        values_of_all.index_copy_(axis[0], places(axis, numbers), values_of_some)
 
 
 # By the value of `Reconstruction.loss`.

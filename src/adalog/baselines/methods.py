@@ -12,25 +12,26 @@ _ADALOG = "AdaLog (Wu et al., ECCV 2024)"
 _REPQ_VIT = "RepQ-ViT (Li et al., ICCV 2023)"
 _PTQ4VIT = "PTQ4ViT (Yuan et al., ECCV 2022)"
 _RELEASED_OFFSET = 0.16997124254703522  # minus the minimum of GELU, as in the released code of AdaLog
-_UNIFORM = {"post_softmax": "uniform", "post_gelu": "uniform"}
+_UNIFORM: dict[str, Any] = {"post_softmax": "uniform", "post_gelu": "uniform"}
+_WITHOUT_HEADS: dict[str, Any] = {**_UNIFORM, "per_head": False}
 _SPLIT_AND_TWIN = {"post_softmax": "split", "post_gelu": "twin", "input_bits": FLOAT_BITS}
-# FQ-ViT and RepQ-ViT share these. Values beyond the codes become zero, as in the released code that produced the
-# published results, although the papers clip them.
-_FLOAT_LOG: dict[str, Any] = {
-    "post_gelu": "uniform",
-    "beyond": "zero",
-    "rounding": "log",
-    "tables": "float",
-    "per_head": False,
-    "fold_rows": 1,
-}
+# Values beyond the codes become zero, as in the released code that produced the published results, although the papers
+# clip them.
+_RELEASED_LOG: dict[str, Any] = {"beyond": "zero", "rounding": "log", "tables": "float", "fold_rows": 1}
+_FLOAT_LOG = {**_RELEASED_LOG, "post_gelu": "uniform", "per_head": False}  # of FQ-ViT and RepQ-ViT
 _FQ_VIT: dict[str, Any] = {
     **_FLOAT_LOG,
     "post_softmax": "log2",  # with the scale 1
     "search": RangeSearch(symmetric_weights=True, unit_softmax=True, share="power-of-two"),
 }
 _REPQ_VIT_SEARCH = RangeSearch(percentiles=(0.999, 0.9999, 0.99999), share="mean")
-_REPQ_VIT_CHOICES: dict[str, Any] = {**_FLOAT_LOG, "post_softmax": "log-sqrt2", "fold_head": False}
+_REPQ_VIT_CHOICES: dict[str, Any] = {
+    **_FLOAT_LOG,
+    "post_softmax": "log-sqrt2",
+    "fold_head": False,
+    "search": _REPQ_VIT_SEARCH,
+}
+_CORRECTION = Correction(images=32, coefficient=1.0, robust=False, importance=0.0)
 
 # Published reconstruction takes 20,000 steps of 32 images per block on a GPU. These rows take fewer steps.
 _BRECQ = Reconstruction(weights="adaround", loss="fisher", drop=0.0, biases=False, rate=0.1, robust=False)
@@ -41,32 +42,23 @@ METHODS: dict[str, Method] = {
     "adalog-released": Method(
         f"{_ADALOG}, its released code",
         {
-            "beyond": "zero",
-            "rounding": "log",
-            "tables": "float",
+            **_RELEASED_LOG,
             "offset": _RELEASED_OFFSET,
             "input_bits": FLOAT_BITS,
             "q_min": 10,
-            "fold_rows": 1,
             "fold_head": False,
             "search": ReleasedSearch(),
         },
     ),
-    "minmax": Method(
-        "minimum and maximum (Jacob et al., CVPR 2018)", {**_UNIFORM, "per_head": False, "search": RangeSearch()}
-    ),
+    "minmax": Method("minimum and maximum (Jacob et al., CVPR 2018)", {**_WITHOUT_HEADS, "search": RangeSearch()}),
     # FQ-ViT's comparison uses this percentile.
     "percentile": Method(
         "percentiles (Li et al., Fully Quantized Network for Object Detection, CVPR 2019)",
-        {**_UNIFORM, "per_head": False, "search": RangeSearch(percentiles=(0.99999,))},
+        {**_WITHOUT_HEADS, "search": RangeSearch(percentiles=(0.99999,))},
     ),
     "easyquant": Method(
         "EasyQuant (Wu et al., arXiv 2020)",
-        {
-            **_UNIFORM,
-            "per_head": False,
-            "search": ScaleSearch(metric="cosine", span=(0.5, 2.0), row_scales=True),
-        },
+        {**_WITHOUT_HEADS, "search": ScaleSearch(metric="cosine", span=(0.5, 2.0), row_scales=True)},
     ),
     "fq-vit": Method("FQ-ViT (Lin et al., IJCAI 2022)", _FQ_VIT),
     "ptq4vit": Method(_PTQ4VIT, {**_SPLIT_AND_TWIN, "search": ScaleSearch()}),
@@ -85,7 +77,7 @@ METHODS: dict[str, Method] = {
         },
         label="our reading",  # the text of its paper was not available: see docs/design/evaluation.md
     ),
-    "repq-vit": Method(_REPQ_VIT, {**_REPQ_VIT_CHOICES, "search": _REPQ_VIT_SEARCH}),
+    "repq-vit": Method(_REPQ_VIT, _REPQ_VIT_CHOICES),
     # Artifacts cannot store this model: see `round_zero_point` of `RangeSearch`.
     "repq-vit-released": Method(
         f"{_REPQ_VIT}, its released code",
@@ -121,20 +113,12 @@ METHODS: dict[str, Method] = {
     "qwt": Method(
         "QwT (Fu et al., CVPR 2025) on 512 images: the error of the stream after a block is compensated in closed "
         "form, but by the block's own weights instead of an additional linear",
-        {
-            **_REPQ_VIT_CHOICES,
-            "search": _REPQ_VIT_SEARCH,
-            "stages": (Correction(images=512, target="stream", coefficient=1.0, robust=False, importance=0.0),),
-        },
+        {**_REPQ_VIT_CHOICES, "stages": (replace(_CORRECTION, images=512, target="stream"),)},
         label="our reading",
     ),
     "erq": Method(
         "ERQ (Zhong et al., ICML 2024): its ridge regressions, with codes rounded as GPTQ does",
-        {
-            **_REPQ_VIT_CHOICES,
-            "search": _REPQ_VIT_SEARCH,
-            "stages": (Correction(images=32, coefficient=1.0, robust=False, importance=0.0),),
-        },
+        {**_REPQ_VIT_CHOICES, "stages": (_CORRECTION,)},
         label="our reading",
     ),
 }

@@ -20,8 +20,8 @@ def observe_in_order(
 ) -> dict[str, Tensor]:
     """Return the operands of all sites by name, from one forward that quantizes each site before the next.
 
-    If a layer is called several times, each call is quantized by the inputs of the calls up to it. search: returns the
-    assignment of a group for operands by name.
+    If a layer is called several times, each call is quantized by the inputs of the calls up to it.
+    search: returns the assignment of a group for operands by name.
     """
     values = dict(program.tensors)
     group_of = {

@@ -93,21 +93,20 @@ class RangeSearch(AnySearch):
     def fold_channels(self, values: Tensor, bits: int, weight: Tensor) -> tuple[Fold, UniformQuantizer | None]:
         if self.share == "power-of-two":
             return _doubled_channels(values, bits, self)
-        scale, zero_point = own_channels(values, bits, self)
+        channels = own_range(Operand(values, UniformFormat(bits, own_dims=(1,))), self)
+        assert isinstance(channels, UniformQuantizer)
+        scale, zero_point = channels.scale.flatten(), channels.zero_point.flatten()
         shared = zero_point.mean()
         quantizer = UniformQuantizer(scale.mean(), shared.round() if self.round_zero_point else shared, bits)
         return Fold.sharing(scale, zero_point, rounds=self.round_zero_point), quantizer
 
     def search_product(self, product: Product) -> Assignment:
         left, right = product.ordered or (product.left, product.right)
-        first: Quantizer | None = product.shared
-        if left.is_float:
-            first = None
-        elif first is None and self.unit_softmax and product.role == "av" and isinstance(left.format, LogFormat):
-            first = left.quantizer(left.values.new_ones(1))
-        elif first is None:
-            first = own_range(left, self)
-        symmetric = self.symmetric_weights and product.role in ("linear", "conv")
+        first: Quantizer | None = None if left.is_float else product.shared
+        if not left.is_float and first is None:
+            unit = self.unit_softmax and product.role == "av" and isinstance(left.format, LogFormat)
+            first = left.quantizer(left.values.new_ones(1)) if unit else own_range(left, self)
+        symmetric = self.symmetric_weights and not product.of_activations
         second = None if right.is_float else own_range(right, self, symmetric=symmetric)
         return product.assign(first, second)
 
@@ -125,17 +124,13 @@ def own_range(operand: Operand, search: RangeSearch, *, symmetric: bool = False)
     """Return the quantizer of each group's range at the percentile with the least own error; the first wins ties."""
     shares = search.percentiles
     ends = quantiles(operand.groups(), [*shares, *(1 - share for share in shares)])
-    best, *others = (
+    points = [
         _ends(operand, low, high, symmetric) for high, low in zip(ends[: len(shares)], ends[len(shares) :], strict=True)
-    )
-    least = _own_error(operand, best) if others else None
-    for point in others:
-        error = _own_error(operand, point)
-        assert least is not None
-        best, least = torch.where(error < least, point, best), torch.minimum(error, least)
-    quantizer = operand.quantizer(best)
-    assert quantizer is not None
-    return quantizer
+    ]
+    if len(points) > 1:
+        best = first_least(torch.stack([_own_error(operand, point) for point in points]))
+        points = [torch.take_along_dim(torch.stack(points), best[None, None], 0)[0]]
+    return operand.format.quantizer(points[0], operand.values.shape)
 
 
 def _ends(operand: Operand, low: Tensor, high: Tensor, symmetric: bool) -> Tensor:
@@ -152,17 +147,9 @@ def _ends(operand: Operand, low: Tensor, high: Tensor, symmetric: bool) -> Tenso
 
 def _own_error(operand: Operand, point: Tensor) -> Tensor:
     """Return the mean squared error of each group's values: (*groups)."""
-    quantizer = operand.quantizer(point)
-    assert quantizer is not None
-    error = replace(operand, values=(quantizer.fake_quantize(operand.values) - operand.values).square_())
+    hat = operand.format.quantizer(point, operand.values.shape).fake_quantize(operand.values)
+    error = replace(operand, values=(hat - operand.values).square_())
     return error.groups().mean(dim=1).reshape(point.shape[1:])
-
-
-def own_channels(values: Tensor, bits: int, search: RangeSearch) -> tuple[Tensor, Tensor]:
-    """Return (scale, zero_point), each (C,), of one uniform quantizer per channel."""
-    quantizer = own_range(Operand(values, UniformFormat(bits, own_dims=(1,))), search)
-    assert isinstance(quantizer, UniformQuantizer)
-    return quantizer.scale.flatten(), quantizer.zero_point.flatten()
 
 
 def _doubled_channels(values: Tensor, bits: int, search: RangeSearch) -> tuple[Fold, UniformQuantizer]:

@@ -81,6 +81,11 @@ class ReleasedSearch(AnySearch):
         for name in ("steps", "rounds"):
             check_whole(name, getattr(self, name), 1)
 
+    @property
+    def refinements(self) -> int:
+        """The number of steps after the first grid."""
+        return self.steps - 1 if self.progressive else 0
+
     def refuses_fold(self, weight_bits: int, activation_bits: int) -> str:
         why = "the released code does not fold norms if weights and activations have different bits"
         return "" if weight_bits == activation_bits else why
@@ -103,19 +108,17 @@ class ReleasedSearch(AnySearch):
         else:
             count = zero_points if of_activations else min(2**left.format.bits, 16)
             firsts = _UniformSpace(left, count, self, _LEAST_SCALE)
-        weights_first = isinstance(firsts, _UniformSpace) and not of_activations
+        left_first = of_activations or not isinstance(firsts, _UniformSpace)
 
         first: Quantizer | None = None if left.is_float else firsts.start(own_error=not of_activations)
         second: Quantizer | None = None if right.is_float else seconds.start(own_error=not of_activations)
         for _ in range(1 if left.is_float or right.is_float else self.rounds):
-            for on_left in (not weights_first, weights_first):
+            for on_left in (left_first, not left_first):
                 if on_left and first is not None:
                     first = firsts.search(_error(left, right, second), first)
                 elif not on_left and second is not None:
                     second = seconds.search(_error(right, left, first))
-        if isinstance(firsts, _LogSpace) and isinstance(first, LogQuantizer):
-            first = firsts.final(first)
-        return product.assign(first, second)
+        return product.assign(firsts.final(first) if isinstance(firsts, _LogSpace) else first, second)
 
 
 def _error(operand: Operand, other: Operand, quantizer: Quantizer | None) -> ProductError:
@@ -128,8 +131,8 @@ def _error(operand: Operand, other: Operand, quantizer: Quantizer | None) -> Pro
 class _LossPair:
     """The losses of candidates, as functions from points (K, P, *groups) to losses (K, *groups).
 
-    rough: a faster approximation, which may use a sample of the tokens; None if there is none.
-    finalists: the number of candidates that the rough loss leaves to the exact loss.
+    rough: a faster approximation, if there is one, which may use a sample of the tokens.
+    finalists: the number of candidates that it leaves to the exact loss.
     """
 
     exact: Loss
@@ -142,8 +145,7 @@ class _LossPair:
     ) -> "_LossPair":
         """Return the losses of a product; the rough one is in bfloat16.
 
-        errors: a function from values to the errors that quantization adds to them at any points.
-        rough: a faster approximation of `errors`.
+        errors: maps values to the errors that quantization adds to them at any points. rough: a faster approximation.
         """
         if error.left.numel() < _MANY:
             return _LossPair(error.loss_by(errors))
@@ -171,22 +173,20 @@ def _least(losses: Tensor, count: int) -> Tensor:
 
 
 def _gather(points: Tensor, order: Tensor) -> Tensor:
-    return points.gather(0, order.unsqueeze(1).expand(-1, *points.shape[1:]))
+    return torch.take_along_dim(points, order.unsqueeze(1), dim=0)
 
 
 def _refine(scores: _LossPair, points: Tensor, spacing: Tensor, steps: int, *, parents: int, least: float) -> Tensor:
     """Return the best point of the released FPCS, which refines only the scale.
 
-    points: (K, P, *groups); the scale is the first hyperparameter.
+    points: (K, P, *groups); the scale is the first hyperparameter, at least `least`.
     spacing: the distance between the scales of `points`, (*groups).
-    least: the lower limit of all scales.
     """
     fan = POINTS // parents
     shares = torch.linspace(0, 1, fan, dtype=points.dtype, device=points.device) - 0.5
     for _ in range(steps):
-        best = scores.survivors(points, parents)
-        points = best.repeat_interleave(fan, dim=0)
-        offsets = shares.repeat(len(best)).view(-1, *(1 for _ in spacing.shape)) * spacing
+        points = scores.survivors(points, parents).repeat_interleave(fan, dim=0)
+        offsets = shares.repeat(len(points) // fan).view(-1, *(1 for _ in spacing.shape)) * spacing
         points[:, 0] = (points[:, 0] + offsets).clamp(min=least)
         spacing = spacing / (fan - 0.5)
     return scores.best(points)
@@ -210,22 +210,20 @@ class _UniformSpace:
         """The grid, (POINTS, 2, *groups), with scales running fastest, and the spacing of its scales, (*groups)."""
         values, form = self.operand.values, self.operand.format
         shape = [values.shape[dim] for dim in form.own_dims]
+        ones = [1 for _ in shape]
         top, count = 2**form.bits - 1, POINTS // self.zero_points
         lowest, low, high, highest = (quantile.reshape(shape) for quantile in _quantiles(self.operand.groups()))
         start, stop = high - low, highest - lowest
-        number = torch.arange(count, device=values.device).view(-1, *(1 for _ in shape))
+        number = torch.arange(count, device=values.device).view(-1, *ones)
         scales = ((start + number / (count - 1) * (stop - start)) / top).clamp(min=self.least)
         first = symmetric_zero_point(form.bits) - self.zero_points // 2
         zero_point = torch.arange(first, first + self.zero_points, device=values.device).to(values)
-        zero_point = zero_point.repeat_interleave(count).view(-1, *(1 for _ in shape)).expand(POINTS, *shape)
-        return torch.stack([scales.repeat(self.zero_points, *(1 for _ in shape)), zero_point], dim=1), (
-            scales[1] - scales[0]
-        )
+        zero_point = zero_point.repeat_interleave(count).view(-1, *ones).expand(POINTS, *shape)
+        return torch.stack([scales.repeat(self.zero_points, *ones), zero_point], dim=1), scales[1] - scales[0]
 
     def _refine_grid(self, scores: _LossPair) -> UniformQuantizer:
-        grid, spacing = self._grid
-        steps = self.search_choices.steps - 1 if self.search_choices.progressive else 0
-        return self._quantizer(_refine(scores, grid, spacing, steps, parents=16, least=self.least))
+        point = _refine(scores, *self._grid, self.search_choices.refinements, parents=16, least=self.least)
+        return self._quantizer(point)
 
     def _quantizer(self, point: Tensor) -> UniformQuantizer:
         scale, zero_point = (self.operand.reshape(parameter)[0] for parameter in point)
@@ -256,13 +254,11 @@ class _UniformSpace:
         return self._refine_grid(_LossPair(exact, rough, 2 * _FINALISTS))
 
     def search(self, error: ProductError, current: Quantizer | None = None) -> UniformQuantizer:
-        """Return the best quantizer by the product's error. current: not used."""
-        form = self.operand.format
+        """Return the best quantizer by the product's error."""
+        bits, own_dims = self.operand.format.bits, self.operand.format.own_dims
 
         def errors(values: Tensor) -> Errors:
-            return lambda points, dtype: uniform_errors(
-                values, points[:, 0], points[:, 1], form.bits, form.own_dims, dtype
-            )
+            return lambda points, dtype: uniform_errors(values, points[:, 0], points[:, 1], bits, own_dims, dtype)
 
         return self._refine_grid(_LossPair.of(error, errors))
 
@@ -285,12 +281,14 @@ class _LogSpace:
         """The format with the bases of AdaLog."""
         return replace(self.form, q=0, r=_RADIX if self.form.q else self.form.r, table=True)
 
-    def _quantizer(self, scale: Tensor, q: int) -> LogQuantizer:
-        return self._searched_format.with_base(scale, q)
+    def _quantizer(self, scale: Tensor, q: Tensor | int) -> LogQuantizer:
+        return self._searched_format.with_base(scale, round(float(q)))
 
-    def final(self, quantizer: LogQuantizer) -> LogQuantizer:
+    def final(self, quantizer: Quantizer | None) -> Quantizer | None:
         """Return the quantizer with the base of the format, if that is fixed."""
-        return self.form.with_base(quantizer.scale, self.form.q) if self.form.q else quantizer
+        if quantizer is None or not self.form.q:
+            return quantizer
+        return self.form.with_base(quantizer.scale, self.form.q)
 
     @cached_property
     def _span(self) -> tuple[Tensor, Tensor]:
@@ -303,28 +301,24 @@ class _LogSpace:
         return low + self.form.offset, high + self.form.offset
 
     def start(self, *, own_error: bool) -> LogQuantizer:
-        """Return the quantizer with q = 37. own_error: not used.
-
-        Its scale is 1 if `scale_is_one`, else the second-to-last of the POINTS scales.
-        """
+        """Return the quantizer with q = 37, and the scale 1 or the second-to-last of the POINTS scales."""
         if self.scale_is_one:
             return self._quantizer(self.operand.values.new_ones(()), _RADIX)
         low, high = self._span
         return self._quantizer(low + (high - low) * (POINTS - 2) / (POINTS - 1), _RADIX)
 
-    def search(self, error: ProductError, current: Quantizer) -> LogQuantizer:
+    def search(self, error: ProductError, current: Quantizer) -> Quantizer | None:
         """Return the best quantizer by the product's error.
 
         All q are tried at the current scale, then scales for the 8 best q (without refinement, for the best q only).
         """
-        assert isinstance(current, LogQuantizer)
         if self.scale_is_one and self.form.q:
             return self.final(current)
 
         def errors(values: Tensor) -> Errors:
             def exact(points: Tensor, dtype: torch.dtype) -> Tensor:
-                quantizers = [self._quantizer(scale, round(float(q))) for scale, q in points]
-                return torch.stack([quantizer.fake_quantize(values) for quantizer in quantizers]).sub_(values).to(dtype)
+                hats = [self._quantizer(*point).fake_quantize(values) for point in points]
+                return torch.stack(hats).sub_(values).to(dtype)
 
             return exact
 
@@ -336,16 +330,15 @@ class _LogSpace:
         q = torch.arange(self.form.q_min, self.form.q_max + 1).to(error.left)
         points = torch.stack([current.scale.expand(len(q)), q], dim=1)
         if self.scale_is_one:
-            return self._quantizer(current.scale, round(float(scores.best(points)[1])))
+            return self._quantizer(current.scale, scores.best(points)[1])
         low, high = self._span
-        progressive = self.search_choices.progressive
-        count = 16 if progressive else POINTS
-        bases = scores.survivors(points, 8) if progressive else scores.best(points)[None]
+        progressive, steps = self.search_choices.progressive, self.search_choices.refinements
+        count, bases = (16, scores.survivors(points, 8)) if progressive else (POINTS, scores.best(points)[None])
         scales = low + (high - low) * torch.linspace(0, 1, count).to(error.left)
         points = torch.stack([scales.repeat(len(bases)), bases[:, 1].repeat_interleave(count)], dim=1)
-        steps = self.search_choices.steps - 1 if progressive else 0
-        point = _refine(scores, points, (high - low) / (count - 1), steps, parents=32, least=_LEAST_SCALE)
-        return self._quantizer(point[0], round(float(point[1])))
+        return self._quantizer(
+            *_refine(scores, points, (high - low) / (count - 1), steps, parents=32, least=_LEAST_SCALE)
+        )
 
 
 @dataclass(frozen=True)
@@ -359,11 +352,11 @@ class _TwinSpace:
         return TwinUniformQuantizer.of(scale, self.form.bits, self.form.offset)
 
     def start(self, *, own_error: bool) -> TwinUniformQuantizer:
-        """Return the quantizer whose positive half spans the largest magnitude. own_error: not used."""
+        """Return the quantizer whose positive half spans the largest magnitude."""
         return self._quantizer(symmetric_scale(self.operand.values.abs().max(), self.form.bits))
 
     def search(self, error: ProductError, current: Quantizer) -> TwinUniformQuantizer:
-        """Return the best of 29 powers of two by the product's error. current: not used."""
+        """Return the best of 29 powers of two by the product's error."""
         negative = self.form.offset / symmetric_zero_point(self.form.bits)
         points = negative * torch.exp2(torch.arange(-5, 24)).to(error.left)[:, None]
 

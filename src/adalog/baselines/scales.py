@@ -49,7 +49,7 @@ from adalog.search.product import Product
 
 Metric = Literal["squared", "cosine", "hessian"]
 
-_SPLITS = 20  # the number of split points sigma, which are powers of two
+_SPLITS = 20  # the number of split points sigma
 _TINY = 2.0**-94
 _LEAST_ROWS, _LEAST_IMAGES = 1024, 32  # products with fewer rows or images are not sampled
 _FINALISTS = 16  # the sample leaves this many candidates
@@ -110,22 +110,19 @@ class ScaleSearch(AnySearch):
             before = first if on_left else second
             if on_left and firsts.is_searched:
                 other = seconds.quantizer(None if self.released and product.role == "av" else second)
-                error, *sample = (_OperandError.of(x, w, other, h, self) for x, w, h in products)
-                first = firsts.search(error, *(part.fast() for part in sample))
+                first = firsts.search(*(_OperandError.of(x, w, other, h, self) for x, w, h in products))
             elif not on_left and seconds.is_searched:
                 other = firsts.quantizer(first)
-                error, *sample = (_OperandError.of(w, x, other, _transpose(h), self) for x, w, h in products)
-                second = seconds.search(error, *(part.fast() for part in sample))
+                second = seconds.search(
+                    *(_OperandError.of(w, x, other, None if h is None else h.mT, self) for x, w, h in products)
+                )
             if turn and torch.equal(before, first if on_left else second):
                 break  # the other operand was searched with this result, so later turns would change nothing
         return product.assign(firsts.quantizer(first), seconds.quantizer(second))
 
 
 def _sample(product: Product, stride: int) -> Iterator[tuple[Operand, Operand, Tensor | None]]:
-    """Yield the product of every n-th image (attention) or row, or nothing if the product is small.
-
-    This sample rules out most candidates.
-    """
+    """Yield the product of every n-th image (attention) or row, or nothing if the product is small."""
     of_activations, left, right, weights = product.of_activations, product.left, product.right, product.weights
     dim = 0 if of_activations else left.values.ndim - 2
     size = left.values.shape[dim]
@@ -136,10 +133,6 @@ def _sample(product: Product, stride: int) -> Iterator[tuple[Operand, Operand, T
     sample = replace(left, values=left.values[take].contiguous(), mask=mask)
     other = replace(right, values=right.values[take].contiguous()) if of_activations else right
     yield sample, other, None if weights is None else weights[take]
-
-
-def _transpose(weights: Tensor | None) -> Tensor | None:
-    return None if weights is None else weights.transpose(-1, -2)
 
 
 @dataclass(frozen=True)
@@ -169,8 +162,7 @@ class _OperandError:
     def fast(self) -> "_OperandError":
         """Return the same error with products in bfloat16, if the device supports them and they take less time.
 
-        A cosine stays as it is, because its ties between equal codes must differ by no more than float32 rounding
-        noise.
+        A cosine stays as it is: its ties between equal codes must differ by no more than float32 rounding noise.
         """
         gains = self.output is None and gains_from_bfloat16(self.factor)
         return replace(self, factor=self.factor.bfloat16()) if gains else self
@@ -270,21 +262,20 @@ class _ScaledQuantizers:
             merged[..., rows] = function(values[..., rows], dim=-1, keepdim=True)
         return merged
 
-    def search(self, error: _OperandError, rough: _OperandError | None = None) -> Tensor:
+    def search(self, error: _OperandError, sample: _OperandError | None = None) -> Tensor:
         """Return the candidate that `_rank` puts first in each group.
 
-        rough: the error of a sample, which selects the candidates that the whole error then scores.
+        sample: the error of a sample, which selects the candidates that the whole error then scores.
         """
         start = self.start()
         if isinstance(self.operand.format, SplitFormat):
             factors = torch.exp2(-torch.arange(_SPLITS, dtype=torch.float64))
         else:
-            low, high = self.choices.span
-            count = self.choices.candidates
+            (low, high), count = self.choices.span, self.choices.candidates
             factors = low + torch.arange(count, dtype=torch.float64) * (high - low) / count
         points = factors.to(start).view(-1, *(1 for _ in start.shape)) * start
-        if rough is not None and len(points) > _FINALISTS:
-            points = points.gather(0, self._rank(rough, points)[:_FINALISTS].sort(dim=0).values)
+        if sample is not None and len(points) > _FINALISTS:
+            points = points.gather(0, self._rank(sample.fast(), points)[:_FINALISTS].sort(dim=0).values)
         return points.gather(0, self._rank(error, points)[:1])[0]
 
     def _rank(self, error: _OperandError, points: Tensor) -> Tensor:

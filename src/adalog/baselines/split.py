@@ -69,17 +69,10 @@ class SplitUniformQuantizer(Quantizer):
             "such as adalog"
         )
 
-    def _none(self) -> NoReturn:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise ArtifactError(f"a quantizer {self.why_no_integers}")
 
-    def integers(self, code: Tensor) -> list[Tensor]:
-        self._none()
-
-    def units(self) -> list[Tensor]:
-        self._none()
-
-    def limits(self) -> list[tuple[int, int]]:
-        self._none()
+    integers = units = limits = _refuse
 
     def fields(self) -> dict[str, Any]:
         coarse = decimals(self.coarse_scale)

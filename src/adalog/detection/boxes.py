@@ -13,19 +13,16 @@ from torch.nn.functional import grid_sample
 
 from adalog.extras import extra_module
 
-# The largest dw and dh: the logarithm of 1000 / 16 (mmdetection's wh_ratio_clip).
-MAX_LOG_RATIO = math.log(1000 / 16)
-# Regions read the finest map below twice this side, and the next one for each doubling (Lin et al., CVPR 2017).
-FINEST_SIDE = 56
+MAX_LOG_RATIO = math.log(1000 / 16)  # the largest dw and dh (mmdetection's wh_ratio_clip)
+FINEST_SIDE = 56  # regions read the finest map below twice this side, the next one for each doubling (FPN)
 
 
 def anchors(
     height: int, width: int, stride: int, scale: float, ratios: Sequence[float], device: torch.device
 ) -> Tensor:
-    """Return the anchors of a map: (height * width * ratios, 4), ordered by row, column and ratio.
+    """Return the anchors of a map: (height * width * ratios, 4), ordered by row, column and ratio (height / width).
 
-    The anchors are centred at multiples of the stride, have the area (scale * stride)^2, and are not rounded. ratios:
-    height divided by width.
+    The anchors are centred at multiples of the stride, have the area (scale * stride)^2, and are not rounded.
     """
     tall = torch.tensor(ratios, device=device).sqrt()
     half = scale * stride / 2 * torch.stack([-1 / tall, -tall, 1 / tall, tall], dim=1)
@@ -97,10 +94,10 @@ def paste(masks: Tensor, boxes: Tensor, size: tuple[int, int], threshold: float 
     """
     height, width = size
     result = torch.zeros(len(masks), height, width, dtype=torch.bool, device=masks.device)
-    for index, (mask, box) in enumerate(zip(masks, boxes.tolist(), strict=True)):  # each only as large as its box
-        x1, y1, x2, y2 = box
+    for index, (mask, (x1, y1, x2, y2)) in enumerate(zip(masks, boxes.tolist(), strict=True)):
         if not (x2 > x1 and y2 > y1):
             continue
+        # Sampled only as far as the box reaches.
         left, top = max(math.floor(x1) - 1, 0), max(math.floor(y1) - 1, 0)
         right, bottom = min(math.ceil(x2) + 1, width), min(math.ceil(y2) + 1, height)
         if right <= left or bottom <= top:

@@ -15,17 +15,16 @@ def load_parts(parts: Mapping[str, nn.Module], path: Path, spec: str) -> None:
 
     Raises DataError if a name or shape differs from the parts'; the message lists the differences.
     """
-    weights = {
-        name: value.flatten() if name.endswith("relative_position_index") else value
-        for name, value in read_weights(path).items()
-    }
-    names = list(public_names(parts))
+    weights, names = read_weights(path), list(public_names(parts))
     own = {public: parts[part].state_dict()[name] for part, name, public in names}
-    if reason := misfit(own, weights):
+    orders = [name for name in weights if name.endswith("relative_position_index")]
+    weights |= {name: weights[name].flatten() for name in orders}
+    reason = misfit(own, weights)
+    if not reason:
+        others = (name for name in orders if not torch.equal(weights[name], own[name]))
+        reason = next((f"{name} has another order" for name in others), "")
+    if reason:
         raise DataError(f"{path} does not fit {spec}: {reason}; use the weights of this detector")
-    for public, value in weights.items():
-        if public.endswith("relative_position_index") and not torch.equal(value, own[public]):
-            raise DataError(f"{path} does not fit {spec}: {public} has another order; use the weights of this detector")
     for part, module in parts.items():
         module.load_state_dict({name: weights[public] for kind, name, public in names if kind == part})
 
@@ -51,10 +50,8 @@ def _layers(kind: str, module: nn.Module) -> Iterator[tuple[str, str]]:
             yield f"norms.{stage}", f"norm{stage}"
             yield f"features.{2 * stage + 2}", f"layers.{stage}.downsample"
             for block, _ in enumerate(module.features[2 * stage + 1]):  # type: ignore[index]
-                own_name, public_name = f"features.{2 * stage + 1}.{block}", f"layers.{stage}.blocks.{block}"
-                yield own_name, public_name
-                yield f"{own_name}.mlp.0", f"{public_name}.mlp.fc1"
-                yield f"{own_name}.mlp.3", f"{public_name}.mlp.fc2"
+                for own, public in (("", ""), (".mlp.0", ".mlp.fc1"), (".mlp.3", ".mlp.fc2")):
+                    yield f"features.{2 * stage + 1}.{block}{own}", f"layers.{stage}.blocks.{block}{public}"
     for number in range(4):
         yield f"lateral.{number}", f"lateral_convs.{number}.conv"
         yield f"smooth.{number}", f"fpn_convs.{number}.conv"

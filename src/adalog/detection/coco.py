@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
 
@@ -102,7 +101,6 @@ def read_annotations(file: Path, folder: Path) -> AnnotatedImages:
 
 
 def _size_of(file: Path, image: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the (height, width) in the entry of an image."""
     height, width = size = (image.get("height"), image.get("width"))
     if not (is_whole(height, 1) and is_whole(width, 1)):
         raise DataError(
@@ -171,19 +169,17 @@ def results_of(detections: Iterable[Detections], ids: Sequence[int], categories:
     """
     results = []
     for number, detection in zip(ids, detections, strict=True):
-        boxes = detection.boxes.double()
-        boxes = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1)
-        masks = detection.masks.cpu().numpy()
-        rows = zip(boxes.tolist(), detection.scores.tolist(), detection.labels.tolist(), masks, strict=True)
+        columns = (detection.boxes.double(), detection.scores, detection.labels)
+        rows = zip(*(column.tolist() for column in columns), detection.masks.cpu().numpy(), strict=True)
         results += [
             {
                 "image_id": number,
                 "category_id": categories[label],
-                "bbox": [round(value, 3) for value in box],
+                "bbox": [round(value, 3) for value in (x1, y1, x2 - x1, y2 - y1)],
                 "score": round(score, 5),
                 "segmentation": encoded_mask(mask),
             }
-            for box, score, label, mask in rows
+            for (x1, y1, x2, y2), score, label, mask in rows
             if categories[label] >= 0
         ]
     return results
@@ -209,8 +205,7 @@ def categories_of(names: Sequence[str], annotated: AnnotatedImages) -> list[int]
 def average_precision(content: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Compute COCO's average precision of boxes and masks with pycocotools, from 0 to 1.
 
-    Keys: box_ap, box_ap50, box_ap75, box_ap_small, box_ap_medium, box_ap_large, and the same with mask_. A figure
-    without annotated objects is NaN.
+    Keys: `FIGURES` with box_ and with mask_ in front. A figure without annotated objects is NaN.
     """
     return {
         f"{word}_{name}": value
@@ -221,16 +216,18 @@ def average_precision(content: Mapping[str, Any], results: Sequence[Mapping[str,
 
 def _evaluate(content: Mapping[str, Any], results: Sequence[Mapping[str, Any]], kind: str) -> list[float]:
     dataset, evaluation = extra_module("pycocotools.coco", "coco"), extra_module("pycocotools.cocoeval", "coco")
+
+    def indexed(content: Mapping[str, Any]) -> Any:
+        result = dataset.COCO()
+        result.dataset = {"info": {}, **content}
+        result.createIndex()
+        return result
+
     with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
-        truth = dataset.COCO()
-        truth.dataset = {"info": {}, **content}
-        truth.createIndex()
+        truth = indexed(content)
+        detections = indexed({**content, "annotations": []})  # loadRes does not accept an empty list
         if results:
             detections = truth.loadRes([dict(result) for result in results])
-        else:  # loadRes does not accept an empty list
-            detections = dataset.COCO()
-            detections.dataset = {**truth.dataset, "annotations": []}
-            detections.createIndex()
         judged = evaluation.COCOeval(truth, detections, kind)
         judged.evaluate()
         judged.accumulate()
@@ -242,17 +239,16 @@ def annotations_of(
     masks: Tensor | np.ndarray, boxes: np.ndarray, labels: Sequence[int], image: int, first: int
 ) -> list[dict[str, Any]]:
     """Return the objects of one image as COCO annotations with ids from `first`; categories are labels + 1."""
-    annotations = []
-    for number, (mask, box, label) in enumerate(zip(masks, boxes.tolist(), labels, strict=True)):
-        annotations.append(
-            {
-                "id": first + number,
-                "image_id": image,
-                "category_id": int(label) + 1,
-                "bbox": [box[0], box[1], box[2] - box[0], box[3] - box[1]],
-                "area": float(np.asarray(mask).sum()),
-                "iscrowd": 0,
-                "segmentation": encoded_mask(np.asarray(mask)),
-            }
-        )
-    return annotations
+    objects = zip(map(np.asarray, masks), boxes.tolist(), labels, strict=True)
+    return [
+        {
+            "id": number,
+            "image_id": image,
+            "category_id": int(label) + 1,
+            "bbox": [x1, y1, x2 - x1, y2 - y1],
+            "area": float(mask.sum()),
+            "iscrowd": 0,
+            "segmentation": encoded_mask(mask),
+        }
+        for number, (mask, (x1, y1, x2, y2), label) in enumerate(objects, first)
+    ]

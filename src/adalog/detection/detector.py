@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from adalog.detection.boxes import anchors, decode_boxes, paste, regions, suppress
 from adalog.detection.images import Batch, Resizing
-from adalog.detection.network import BOX_SIDE, LEVELS, MASK_SIDE, RATIOS
+from adalog.detection.network import BOX_SIDE, LEVELS, MASK_SIDE, RATIOS, head_names
 from adalog.errors import DataError
 
 # The values of `--parts`, in order. The heads of a cascade are box_0, box_1, box_2 and mask_0, mask_1, mask_2.
 KINDS = ("backbone", "neck", "rpn", "box", "mask")
+HEADS = KINDS[3:]
 STRIDES = (4, 8, 16, 32, 64)  # strides of the pyramid's maps, in pixels
 STDS = ((0.1, 0.1, 0.2, 0.2), (0.05, 0.05, 0.1, 0.1), (0.033, 0.033, 0.067, 0.067))  # of the offsets, per stage
 Part = Callable[..., Any]
@@ -79,26 +80,31 @@ class Detections:
         return len(self.boxes)
 
 
+def kind_of(part: str) -> str:
+    """Return the kind of a part by its name."""
+    return part.partition("_")[0]
+
+
+def check_names(parts: Collection[str], settings: Settings) -> None:
+    """Raise DataError unless these are the names of a detector's parts, in order."""
+    names = [*KINDS[:3], *(name for kind in HEADS for name in head_names(kind, settings.stages))]
+    if list(parts) != names:
+        raise DataError(
+            f"a detector with {settings.stages} stages needs the parts {', '.join(names)}, got {', '.join(parts)}"
+        )
+
+
 class Detector:
     """A detector made of parts, which may be float modules, quantized models, or compiled models."""
 
     def __init__(self, parts: Mapping[str, Part], settings: Settings):
         """Take the parts by name, as `network.make_parts` returns them. Raises DataError for other names or order."""
-        heads = [
-            kind if settings.stages == 1 else f"{kind}_{stage}"
-            for kind in KINDS[3:]
-            for stage in range(settings.stages)
-        ]
-        names = [*KINDS[:3], *heads]
-        if list(parts) != names:
-            raise DataError(
-                f"a detector with {settings.stages} stages needs the parts {', '.join(names)}, got {', '.join(parts)}"
-            )
+        check_names(parts, settings)
         self.parts, self.settings = dict(parts), settings
 
     def heads(self, kind: str) -> list[Part]:
         """Return the box or mask heads in order."""
-        return [part for name, part in self.parts.items() if name.partition("_")[0] == kind]
+        return [part for name, part in self.parts.items() if kind_of(name) == kind]
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> list[Detections]:
@@ -119,21 +125,16 @@ class Detector:
 
         outputs: those of the part "rpn" without the image axis. size: (height, width) without padding.
         """
-        settings = self.settings
-        boxes, scores, which = [], [], []
+        settings, parts = self.settings, []
         for level, (logits, offsets) in enumerate(zip(outputs[:LEVELS], outputs[LEVELS:], strict=True)):
-            likely, order = (
-                in_order_of_anchors(logits, 1)[:, 0].sigmoid().nan_to_num(-1).sort(descending=True, stable=True)
-            )
-            order = order[: settings.proposals]
+            likely = in_order_of_anchors(logits, 1)[:, 0].sigmoid().nan_to_num(-1)
+            order = likely.argsort(descending=True, stable=True)[: settings.proposals]
             height, width = logits.shape[1:]
             own = anchors(height, width, STRIDES[level], settings.anchor_scale, RATIOS, logits.device)
-            boxes.append(decode_boxes(own[order], in_order_of_anchors(offsets, 4)[order], (1.0,) * 4, size))
-            scores.append(likely[: settings.proposals])
-            which.append(torch.full_like(order, level))
-        candidates, likely, levels = torch.cat(boxes), torch.cat(scores), torch.cat(which)
-        valid = (_area(candidates) > 0) & (likely >= 0)
-        candidates, likely, levels = candidates[valid], likely[valid], levels[valid]
+            boxes = decode_boxes(own[order], in_order_of_anchors(offsets, 4)[order], (1.0,) * 4, size)
+            valid = (_area(boxes) > 0) & (likely[order] >= 0)
+            parts.append((boxes[valid], likely[order][valid], torch.full_like(order, level)[valid]))
+        candidates, likely, levels = map(torch.cat, zip(*parts, strict=True))
         return candidates[suppress(candidates, likely, levels, settings.proposal_overlap, settings.proposals)]
 
     def boxes(

@@ -69,9 +69,8 @@ class Resizing:
         triples = [content[name] for name in ("mean", "std")]
         if not all(isinstance(rgb, (list, tuple)) and all(type(x) in (int, float) for x in rgb) for rgb in triples):
             raise ValueError("mean and std of a detector's resizing are not lists of numbers")
-        return Resizing(
-            content["short"], content["long"], tuple(content["mean"]), tuple(content["std"]), content["divisor"]
-        )
+        mean, std = map(tuple, triples)
+        return Resizing(**{**content, "mean": mean, "std": std})
 
     def size_of(self, height: int, width: int) -> tuple[int, int]:
         """Return (height, width) after resizing, rounded to the nearest integer."""

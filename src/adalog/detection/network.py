@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -110,14 +109,13 @@ class BoxHead(nn.Module):
 
     def __init__(self, sizes: Architecture):
         super().__init__()
-        cascade = sizes.stages > 1
+        cascade, channels = sizes.stages > 1, sizes.channels
         convolutions: list[nn.Module] = []
         for _ in range(4 if cascade else 0):
-            convolutions += [nn.Conv2d(sizes.channels, sizes.channels, 3, padding=1, bias=False)]
-            convolutions += [nn.BatchNorm2d(sizes.channels), nn.ReLU()]
+            convolutions += [nn.Conv2d(channels, channels, 3, padding=1, bias=False)]
+            convolutions += [nn.BatchNorm2d(channels), nn.ReLU()]
         self.convolutions = nn.Sequential(*convolutions)
-        widths = [sizes.channels * BOX_SIDE**2, *[sizes.hidden] * (1 if cascade else 2)]
-        pairs = pairwise(widths)
+        pairs = pairwise([channels * BOX_SIDE**2, *[sizes.hidden] * (1 if cascade else 2)])
         self.linears = nn.Sequential(*(layer for pair in pairs for layer in (nn.Linear(*pair), nn.ReLU())))
         self.logits = nn.Linear(sizes.hidden, sizes.classes + 1)
         self.offsets = nn.Linear(sizes.hidden, 4 * sizes.classes)
@@ -145,15 +143,15 @@ class MaskHead(nn.Module):
 
 def make_parts(sizes: Architecture) -> dict[str, nn.Module]:
     """Return the parts of a detector by name, in the order in which they run, with random weights."""
-    parts: dict[str, nn.Module] = {
-        "backbone": Backbone(sizes),
-        "neck": Neck(sizes),
-        "rpn": RegionProposals(sizes),
-    }
+    parts: dict[str, nn.Module] = {"backbone": Backbone(sizes), "neck": Neck(sizes), "rpn": RegionProposals(sizes)}
     for kind, make in (("box", BoxHead), ("mask", MaskHead)):
-        for stage in range(sizes.stages):
-            parts[kind if sizes.stages == 1 else f"{kind}_{stage}"] = make(sizes)
+        parts |= {name: make(sizes) for name in head_names(kind, sizes.stages)}
     return parts
+
+
+def head_names(kind: str, stages: int) -> list[str]:
+    """Return the names of the box or mask heads."""
+    return [kind] if stages == 1 else [f"{kind}_{stage}" for stage in range(stages)]
 
 
 def parameters(parts: Sequence[nn.Module]) -> int:
@@ -167,16 +165,14 @@ def initialise(parts: dict[str, nn.Module]) -> dict[str, nn.Module]:
         for layer, module in part.named_modules():
             if name == "backbone" or not isinstance(module, (nn.Conv2d, nn.Linear, nn.ConvTranspose2d)):
                 continue
-            if name == "rpn":
+            if name == "rpn" or (layer == "logits" and name.startswith("box")):
                 nn.init.normal_(module.weight, std=0.01)
             elif layer == "offsets":
                 nn.init.normal_(module.weight, std=0.001)
-            elif layer == "logits" and name.startswith("box"):
-                nn.init.normal_(module.weight, std=0.01)
             elif isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
             else:
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             if module.bias is not None:
-                torch.nn.init.zeros_(module.bias)
+                nn.init.zeros_(module.bias)
     return parts

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,12 @@ from adalog import artifact
 from adalog.calibration.calibration import Calibration, digest
 from adalog.calibration.schedule import SERIAL, Resources
 from adalog.config import Config
-from adalog.detection.detector import KINDS, Detector, Settings
+from adalog.detection.detector import HEADS, KINDS, Detector, Settings, check_names, kind_of
 from adalog.detection.images import Batch
 from adalog.errors import ArtifactError, CalibrationError, one_line
 from adalog.extras import extra_module
 from adalog.files import write_whole
 from adalog.graph.capture import Sizes, capture
-from adalog.graph.program import Program
 from adalog.graph.sites import find_sites
 from adalog.model import QuantizedModel, quickest
 from adalog.quantized import QuantizedProgram
@@ -66,46 +66,37 @@ def quantize_detector(
     parts_by_config: list[dict[str, QuantizedModel]] = [{} for _ in configs]
     for name, part in detector.parts.items():
         assert isinstance(part, nn.Module)
-        kind, values = name.partition("_")[0], inputs.pop(name)
-        calibration, program = None, None
-        if kind in parts:
+        values, own = inputs.pop(name), [config_of(name, config) for config in configs]
+        if kind_of(name) in parts:
             calibration = part_calibration(part, name, few.pop(name, values), values, seed=seed, memory=memory)
+            if kind_of(name) in HEADS:
+                own = [each.with_fitted_images(len(values[0])) if each.images_fitted else each for each in own]
+            models = [calibration.quantize(each, within(name, resources)) for each in own]
         else:
-            program = capture(part, values, _sizes(kind))
-        for number, config in enumerate(configs):
-            own = config_of(name, config)
-            if calibration is None:
-                assert program is not None
-                model = QuantizedModel(_float(program, own, values))
-            else:
-                if _sizes(kind) == "fixed" and own.images_fitted:
-                    own = own.with_fitted_images(len(values[0]))
-                model = calibration.quantize(own, within(name, resources))
+            program, example = capture(part, values, _sizes(name)), tuple(value[:0] for value in values)
+            refusals = {site.name: "stays float: its part was not chosen" for site in find_sites(program)}
+            models = [QuantizedModel(QuantizedProgram(program, each, (), refusals, {}, example)) for each in own]
+        for quantized_parts, model in zip(parts_by_config, models, strict=True):
             model.note(part=name, calibration=digest([images[:count]]), images=count)
-            parts_by_config[number][name] = model
-    return [Detector(models, detector.settings) for models in parts_by_config]
+            quantized_parts[name] = model
+    return [Detector(quantized_parts, detector.settings) for quantized_parts in parts_by_config]
 
 
 def part_calibration(
     part: nn.Module, name: str, first: tuple[Tensor, ...], values: tuple[Tensor, ...], *, seed: int, memory: int | None
 ) -> Calibration:
     """Return the calibration of a part. first: its inputs on the calibration images; values: on all images."""
-    sizes = _sizes(name.partition("_")[0])
-    return Calibration(part, first, unlabelled=values, seed=seed, memory=memory, sizes=sizes)
+    return Calibration(part, first, unlabelled=values, seed=seed, memory=memory, sizes=_sizes(name))
 
 
 def _first(batches: Sequence[Batch], count: int) -> list[Batch]:
     """Return the first `count` images in batches."""
-    batches_left: list[Batch] = []
-    for batch in batches:
-        if count > 0:
-            batches_left.append(batch.first(count))
-            count -= len(batch.sizes)
-    return batches_left
+    starts = accumulate((len(batch.sizes) for batch in batches), initial=0)
+    return [batch.first(count - start) for batch, start in zip(batches, starts, strict=False) if start < count]
 
 
-def _sizes(kind: str) -> Sizes:
-    return "free" if kind in KINDS[:3] else "fixed"  # the size of maps depends on the image
+def _sizes(part: str) -> Sizes:
+    return "fixed" if kind_of(part) in HEADS else "free"  # the size of maps depends on the image
 
 
 def check_parts(parts: Collection[str]) -> None:
@@ -131,12 +122,6 @@ def within(name: str, resources: Resources) -> Resources:
     return replace(resources.named(name), progress=report)
 
 
-def _float(program: Program, config: Config, example: Sequence[Tensor]) -> QuantizedProgram:
-    """Return a part that stays float, in the form of a quantized program."""
-    refusals = {site.name: "stays float: its part was not chosen" for site in find_sites(program)}
-    return QuantizedProgram(program, config, (), refusals, {}, tuple(value[:0] for value in example))
-
-
 def record(detector: Detector, batches: Sequence[Batch]) -> tuple[dict[str, tuple[Tensor, ...]], Tensor]:
     """Run the float detector; return (the inputs of each part on all images, the images).
 
@@ -147,7 +132,7 @@ def record(detector: Detector, batches: Sequence[Batch]) -> tuple[dict[str, tupl
 
     def watch(name: str, part: Callable[..., Any]) -> Callable[..., Any]:
         def call(*tensors: Tensor) -> Any:
-            calls[name].append(_evenly(tensors, counts[name]) if name.partition("_")[0] in KINDS[3:] else tensors)
+            calls[name].append(_evenly(tensors, counts[name]) if kind_of(name) in HEADS else tensors)
             counts[name] += 1
             return part(*tensors)
 
@@ -161,24 +146,21 @@ def record(detector: Detector, batches: Sequence[Batch]) -> tuple[dict[str, tupl
             values_of_calls.clear()
         for _ in Detector(watched.parts, replace(detector.settings, score=0.0)).over(batches):
             pass
-    lacking = [name for name, values_of_calls in calls.items() if not values_of_calls]
-    if lacking:
-        raise CalibrationError(
-            f"the detector finds no region in these images, so {lacking[0]} has no inputs: give other images"
-        )
-    joined = {
-        name: tuple(map(torch.cat, zip(*values_of_calls, strict=True))) for name, values_of_calls in calls.items()
-    }
-    for name, values in joined.items():
-        if name.partition("_")[0] in KINDS[3:]:
-            joined[name] = _evenly(values, 0, REGIONS)
+    joined: dict[str, tuple[Tensor, ...]] = {}
+    for name, values_of_calls in calls.items():
+        if not values_of_calls:
+            raise CalibrationError(
+                f"the detector finds no region in these images, so {name} has no inputs: give other images"
+            )
+        values = tuple(map(torch.cat, zip(*values_of_calls, strict=True)))
+        joined[name] = _evenly(values, 0, REGIONS) if kind_of(name) in HEADS else values
     return joined, joined["backbone"][0]
 
 
 def _evenly(values: Sequence[Tensor], first: int, most: int = 100) -> tuple[Tensor, ...]:
     """Return at most `most` evenly spaced rows, the same ones of each value. first: shifts the rows."""
-    step = -(-len(values[0]) // most)
-    return tuple(value[first % max(step, 1) :: max(step, 1)].clone() for value in values)
+    step = max(1, -(-len(values[0]) // most))
+    return tuple(value[first % step :: step].clone() for value in values)
 
 
 # --- one file ---------------------------------------------------------------------------------------------------------
@@ -212,22 +194,19 @@ def load(path: str | Path) -> Detector:
     content = artifact.read(path)
     extra_module("torchvision.ops", "coco")
     try:
-        header, stored = _parse(content)
+        settings, stored = _parse(content)
+        check_names(stored, settings)
     except Exception as cause:  # parsing may raise any error on a hostile or damaged file
         raise ArtifactError(f"{path} is damaged, or not a detector: {one_line(cause)}; make it again") from cause
     parts = {
         name: QuantizedModel(artifact.deserialise(value.numpy().tobytes(), f"{path}, part {name},"))
         for name, value in stored.items()
     }
-    try:
-        return Detector(parts, header)
-    except Exception as cause:
-        raise ArtifactError(f"{path} is damaged, or not a detector: {one_line(cause)}; make it again") from cause
+    return Detector(parts, settings)
 
 
 def _parse(content: bytes) -> tuple[Settings, Mapping[str, Tensor]]:
-    metadata = artifact.table_of(content).get("__metadata__", {})
-    header = parse_json(metadata[KEY])
+    header = parse_json(artifact.table_of(content)["__metadata__"][KEY])
     check_text(header)
     if header.keys() != {"format", "parts", "settings"} or header["format"] != FORMAT:
         raise ValueError(f"its format is not {FORMAT}")

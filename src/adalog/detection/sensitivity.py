@@ -7,7 +7,7 @@ from torch import nn
 
 from adalog.calibration.schedule import SERIAL, Resources
 from adalog.config import Config
-from adalog.detection.detector import KINDS, Detector
+from adalog.detection.detector import KINDS, Detector, kind_of
 from adalog.detection.images import Batch
 from adalog.detection.quantized import check_parts, config_of, part_calibration, record, within
 from adalog.device import default_memory
@@ -29,19 +29,15 @@ def sensitivities(
 ) -> dict[str, Sensitivity]:
     """Return the loss of each part's output if one operand alone is quantized, for every operand of every part.
 
-    The loss is the relative squared error of the part's own outputs. Parts get the inputs that the float detector gives
-    them.
-    judging: the evaluation images.
-    parts: the kinds of parts to measure.
-    The other arguments are those of `quantize_detector` and `sensitivity`. Raises ValueError for an unknown kind of
-    part.
+    The loss is the relative squared error of the part's own outputs, on the inputs that the float detector gives it.
+    judging: the evaluation images. The other arguments are those of `quantize_detector` and `sensitivity`. Raises
+    ValueError for an unknown kind of part.
     """
     check_parts(parts)
-    inputs, _ = record(detector, calibrating)
-    judged, _ = record(detector, judging)
+    (inputs, _), (judged, _) = record(detector, calibrating), record(detector, judging)
     sensitivity_of = {}
     for name, part in detector.parts.items():
-        if name.partition("_")[0] in parts:
+        if kind_of(name) in parts:
             assert isinstance(part, nn.Module)
             sensitivity_of[name] = sensitivity(
                 part_calibration(part, name, inputs[name], inputs[name], seed=seed, memory=memory),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import resources
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from adalog.inputs.images import draw_indices
 ARCHITECTURE = Architecture(
     width=24, depths=(2, 2, 2, 2), heads=(1, 2, 4, 8), window=4, channels=48, hidden=128, classes=len(NAMES)
 )
-# Scenes are not resized. Few regions are enough, since a scene has at most nine objects.
+# Few regions are enough, since a scene has at most nine objects.
 SETTINGS = Settings(NAMES, anchor_scale=6.0, proposals=200, most=50, resizing=Resizing(short=SIZE[0], long=SIZE[1]))
 # Numbers of the scenes to evaluate, to calibrate, and, from the last value on, to train.
 TESTED, CALIBRATING, TRAINED = range(300), range(1000, 2024), 1_000_000
@@ -32,16 +33,14 @@ def load_detector() -> Detector:
         parts = make_parts(ARCHITECTURE)
     for name, part in parts.items():
         own = {key.partition("/")[2]: value for key, value in stored.items() if key.partition("/")[0] == name}
-        floats = {key: value.float() if value.is_floating_point() else value for key, value in own.items()}
-        part.load_state_dict(floats)
+        part.load_state_dict(own)  # which makes float32 of float16
         part.eval()
     return Detector(parts, SETTINGS)
 
 
 def draw(count: int, seed: int) -> list[int]:
     """Return the numbers of `count` calibration scenes, selected by the seed. Raises DataError if there are fewer."""
-    if count > len(CALIBRATING):
-        most = len(CALIBRATING)
+    if count > (most := len(CALIBRATING)):
         raise DataError(
             f"the bundled detector has {most} calibration images, but {count} are needed: ask for at most {most}"
         )
@@ -50,13 +49,8 @@ def draw(count: int, seed: int) -> list[int]:
 
 def batches(numbers: Iterable[int], size: int = 10) -> Iterator[tuple[list[Scene], Batch]]:
     """Yield scenes with these numbers, `size` at a time, with the same images as a batch."""
-    pending: list[Scene] = []
-    for number in numbers:
-        pending.append(scene(number))
-        if len(pending) == size:
-            yield pending, prepare(pending)
-            pending = []
-    if pending:
+    scenes = map(scene, numbers)
+    while pending := list(islice(scenes, size)):
         yield pending, prepare(pending)
 
 
@@ -66,9 +60,8 @@ def truth(scenes: Iterable[tuple[int, Scene]]) -> dict[str, Any]:
     for number, drawing in scenes:
         height, width = drawing.image.shape[:2]
         images.append({"id": number, "height": height, "width": width, "file_name": f"{number}.png"})
-        annotations += annotations_of(
-            drawing.masks, drawing.boxes(), drawing.labels.tolist(), number, len(annotations) + 1
-        )
+        first = len(annotations) + 1
+        annotations += annotations_of(drawing.masks, drawing.boxes(), drawing.labels.tolist(), number, first)
     categories = [{"id": label + 1, "name": name} for label, name in enumerate(NAMES)]
     return {"images": images, "annotations": annotations, "categories": categories}
 
@@ -83,7 +76,7 @@ def detect(
 
     def detections() -> Iterator[Detections]:
         for start in range(0, len(scenes), 10):
-            chunk = list(scenes[start : start + 10])
+            chunk = scenes[start : start + 10]
             yield from runs(prepare(chunk))
             if progress is not None:
                 progress(len(chunk))
@@ -91,6 +84,6 @@ def detect(
     return results_of(detections(), numbers, range(1, len(NAMES) + 1))
 
 
-def prepare(scenes: list[Scene]) -> Batch:
+def prepare(scenes: Sequence[Scene]) -> Batch:
     """Prepare scenes as a batch of images."""
     return SETTINGS.resizing.batch([Image.fromarray(drawing.image) for drawing in scenes])
