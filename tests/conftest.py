@@ -30,21 +30,19 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
-def captures():
-    return {}
+_CAPTURES = {}
 
 
 @pytest.fixture(scope="module")
-def captured_once(captures):
+def captured_once():
     """Capture the same model once: for images of any size that takes seconds."""
 
     def remembered(model, example, sizes="fixed"):
         # A program takes any number of images.
         key = fingerprint((repr(model), [value.shape[1:] for value in example], sizes), model.state_dict().items())
-        if key not in captures:
-            captures[key] = capture(model, example, sizes)
-        return captures[key]
+        if key not in _CAPTURES:
+            _CAPTURES[key] = capture(model, example, sizes)
+        return _CAPTURES[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration_module, "capture", remembered)

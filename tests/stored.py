@@ -28,19 +28,29 @@ def refused(content, match=None):
     assert str(error.value).startswith("some.file ")
 
 
+def apart(content, key=KEY):
+    """The table of a safetensors file, the JSON that it holds under this key, and the bytes of the tensors."""
+    (length,) = struct.unpack("<Q", content[:8])
+    table = json.loads(content[8 : 8 + length])
+    return table, json.loads(table["__metadata__"][key]), content[8 + length :]
+
+
+def joined(table, text, data, key=KEY):
+    """The file again, with this text in place of its JSON."""
+    start = json.dumps({**table, "__metadata__": {key: text}}).encode()
+    start += b" " * (-len(start) % 8)  # tensors are aligned
+    return struct.pack("<Q", len(start)) + start + data
+
+
 def header_of(content, key=KEY):
     """The JSON of an artifact, or of another safetensors file that holds it under this key."""
-    (length,) = struct.unpack("<Q", content[:8])
-    return json.loads(json.loads(content[8 : 8 + length])["__metadata__"][key])
+    return apart(content, key)[1]
 
 
 def spliced(content, text, key=KEY):
     """The file with this text in place of its JSON, and the same tensors."""
-    (length,) = struct.unpack("<Q", content[:8])
-    table = json.loads(content[8 : 8 + length])
-    start = json.dumps({**table, "__metadata__": {key: text}}).encode()
-    start += b" " * (-len(start) % 8)  # tensors are aligned
-    return struct.pack("<Q", len(start)) + start + content[8 + length :]
+    table, _, data = apart(content, key)
+    return joined(table, text, data, key)
 
 
 def rebuilt(content, change=None, tensors=None, key=KEY):
@@ -55,14 +65,17 @@ def rebuilt(content, change=None, tensors=None, key=KEY):
 
 
 def setting(*path):
-    """A change of JSON in place. path: keys, or functions of a part that return a part of it; then the new value."""
+    """A change of JSON in place.
+
+    path: keys, or functions of a part that return a part of it; then the new value, or a function of all JSON for it.
+    """
     *before, last, value = path
 
     def change(header):
         place = header
         for step in before:
             place = step(place) if callable(step) else place[step]
-        place[last] = value
+        place[last] = value(header) if callable(value) else value
 
     return change
 

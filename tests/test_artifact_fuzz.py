@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from adalog import AdalogError, ArtifactError, Calibration, Config, Search, library
-from adalog.artifact import KEY
 from adalog.graph.operations import OPERATIONS
 from adalog.inputs.demo.model import DemoViT
 from commands import refusal
-from stored import deserialise, header_of, rebuilt, serialise, setting, spliced
+from stored import apart, deserialise, header_of, joined, rebuilt, serialise, setting, spliced
 from toys import Toy
 
 FAST = Config(images=4, search=Search(rounds=1, steps=0), stages=())
@@ -59,22 +58,6 @@ def base(name):
     torch.manual_seed(0)
     images = torch.randn(4, *shape, generator=torch.Generator().manual_seed(1))
     return serialise(Calibration(maker().eval(), images).quantize(FAST)), images[:2]
-
-
-# --- mutants ---------------------------------------------------------------------------------------------------------
-
-
-def apart(content):
-    """(safetensors' table, our header, the bytes of the tensors)."""
-    length = int.from_bytes(content[:8], "little")
-    table = json.loads(content[8 : 8 + length])
-    return table, json.loads(table["__metadata__"][KEY]), content[8 + length :]
-
-
-def joined(table, text, data):
-    """The file again, with `text` for our header."""
-    start = json.dumps({**table, "__metadata__": {KEY: text}}).encode()
-    return len(start).to_bytes(8, "little") + start + data
 
 
 def bytes_changed(content, chance):
@@ -235,9 +218,6 @@ def test_mutants():
     assert counts["refused"] > 500 / 3
     assert counts["runs"] > 500 / 15
     assert counts["fails"] > 1
-
-
-# --- the worst of each kind ------------------------------------------------------------------------------------------
 
 
 def program(*nodes):

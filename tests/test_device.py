@@ -22,8 +22,6 @@ from strategies import R, normal
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
-# --- what a device can do --------------------------------------------------------------------------------------------
-
 
 @pytest.fixture
 def cuda(monkeypatch):
@@ -135,9 +133,8 @@ def test_quantized_networks_are_evaluated_on_as_many_images_as_memory_holds(tini
 
 def test_images_run_together_as_far_as_memory_goes(cuda):
     assert device.images_at_once(CPU, 1 << 30, 20) == 20
-    assert device.images_at_once(CUDA, 1, 20) == 256
-    assert device.images_at_once(CUDA, 1 << 24, 20) == 80  # an eighth of 10 GiB holds them
-    assert device.images_at_once(CUDA, 1 << 40, 20) == 1
+    for bytes_of_image, count in ((1, 256), (1 << 24, 80), (1 << 40, 1)):  # an eighth of 10 GiB holds 80
+        assert device.images_at_once(CUDA, bytes_of_image, 20) == count
 
 
 def test_blocks_run_more_images_together_on_an_accelerator(tiniest, images):
@@ -149,12 +146,8 @@ def test_blocks_run_more_images_together_on_an_accelerator(tiniest, images):
         assert Values(program.map_tensors(put), [put(many)], like=there).batch == 70
 
 
-def test_a_processor_computes_in_its_cache():
-    assert device.chunk_elements(CPU) == 1 << 20
-    assert device.usable_memory(CPU) == 2 << 30
-
-
-def test_a_graphics_card_computes_as_much_as_its_memory_allows(cuda, monkeypatch):
+def test_devices_compute_as_much_as_their_memory_allows(cuda, monkeypatch):
+    assert (device.usable_memory(CPU), device.chunk_elements(CPU)) == (2 << 30, 1 << 20)
     assert device.usable_memory(CUDA) == 10 << 30
     assert device.chunk_elements(CUDA) == 10 << 20
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (79 << 30, 80 << 30))
@@ -180,14 +173,9 @@ def test_graphics_cards_multiply_bfloat16_from_one_generation_on(monkeypatch, ge
 
 def test_a_processor_multiplies_bfloat16_where_pytorch_says_so(monkeypatch):
     for told in (True, False):
-        device._processor_multiplies_bfloat16.cache_clear()
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda told=told: {"avx512_bf16": told}, raising=False)
         assert device.multiplies_bfloat16(CPU) is told
-    device._processor_multiplies_bfloat16.cache_clear()
     assert not device.multiplies_bfloat16(emulated.DEVICE)
-
-
-# --- the emulated device ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,9 +217,6 @@ def test_what_is_computed_is_what_the_processor_computes():
     values[1:3] += 1
     values += 1
     assert torch.equal(found, torch.cat([values.softmax(-1), values.mT.sort(0).values.mT]))
-
-
-# --- searches and models on it ---------------------------------------------------------------------------------------
 
 
 def after_gelu():

@@ -45,27 +45,17 @@ by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}: {row[1
 
 
 @by_row
-def test_rows_are_whole(row):
+def test_rows_name_functions_and_tests(row):
     assert len(row) == len(HEADER)
     assert all(row)
-
-
-@by_row
-def test_functions_can_be_imported(row):
-    name = re.fullmatch(r"`((?:[a-z_]+\.)+)((?:[A-Z]\w*\.)?\w+)`", row[2])
-    assert name is not None
-    module = importlib.import_module(f"adalog.{name[1].strip('.')}")
-    function = functools.reduce(getattr, name[2].split("."), module)
+    function_name = re.fullmatch(r"`((?:[a-z_]+\.)+)((?:[A-Z]\w*\.)?\w+)`", row[2])
+    module = importlib.import_module(f"adalog.{function_name[1].strip('.')}")
+    function = functools.reduce(getattr, function_name[2].split("."), module)
     assert callable(function)
     # A package may export what one of its modules defines.
     assert f"{function.__module__}.".startswith(f"{module.__name__}.")
-
-
-@by_row
-def test_tests_exist(row):
-    name = re.fullmatch(r"`(tests/\w+\.py)::(test_\w+)`", row[3])
-    assert name is not None
-    assert name[2] in defined_tests(ROOT / name[1])
+    test_name = re.fullmatch(r"`(tests/\w+\.py)::(test_\w+)`", row[3])
+    assert test_name[2] in defined_tests(ROOT / test_name[1])
 
 
 def test_every_equation_has_a_row():
@@ -80,9 +70,6 @@ def test_every_test_of_the_paper_has_a_row():
     tests = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
     named = {tuple(row[3].strip("`").split("::")) for row in ROWS}
     assert tests == {test for file, test in named if file == "tests/test_paper.py"}
-
-
-# --- pages name what exists ------------------------------------------------------------------------------------------
 
 
 def python_of(page):
@@ -109,24 +96,12 @@ def defined_tests(path):
 
 
 @by_page
-def test_links_lead_somewhere(page):
-    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
-    broken = [link for link in links if "://" not in link and not (page.parent / link.partition("#")[0]).exists()]
-    assert broken == []
-
-
-@by_page
-def test_files_that_are_named_exist(page):
-    named = re.findall(
-        r"`((?:src|tests|benchmarks|experiments|tools|constraints)/[\w./-]+)", page.read_text(encoding="utf-8")
-    )
-    missing = [path for path in named if not (ROOT / path).exists()]
-    assert missing == []
-
-
-@by_page
-def test_tests_that_are_named_exist(page):
+def test_pages_name_what_exists(page):
     text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert [link for link in links if "://" not in link and not (page.parent / link.partition("#")[0]).exists()] == []
+    files = re.findall(r"`((?:src|tests|benchmarks|experiments|tools|constraints)/[\w./-]+)", text)
+    assert [path for path in files if not (ROOT / path).exists()] == []
     pairs = re.findall(r"`(tests/\w+\.py)::(test_\w+)`", text)
     assert [name for file, name in pairs if name not in defined_tests(ROOT / file)] == []
     everywhere = set().union(*(defined_tests(path) for path in (ROOT / "tests").glob("test_*.py")))

@@ -1,6 +1,5 @@
 """Images and folders of images: read, prepared as timm and Hugging Face do, chosen, and refused."""
 
-import dataclasses
 import io
 import json
 import math
@@ -9,6 +8,7 @@ import random
 import struct
 import warnings
 import zlib
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +20,9 @@ from PIL import ExifTags, Image
 
 from adalog import CalibrationError, DataError
 from adalog._quantize import sample_images
-from adalog.inputs.images import (
-    ImageSet,
-    Preprocessing,
-    draw_indices,
-    find_images,
-    find_support,
-    read_image,
-    side_before_crop,
-)
+from adalog.inputs.images import ImageSet, Preprocessing, draw_indices, find_images, find_support, read_image
+
+RAW = Preprocessing((4, 4), (4, 4), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), rescale=1.0)  # keeps the codes
 
 
 def noise(height, width, channels=3, seed=0):
@@ -183,11 +177,16 @@ def jpeg(height=64, width=64):
         (b"file,label\n", "is not an image that Pillow can read"),
         (jpeg()[:400], "cannot be read as an image: "),
         (jpeg()[:-200], "cannot be read as an image: image file is truncated"),
+        ("missing", "cannot be read as an image: No such file or directory"),
+        ("folder", "cannot be read as an image: Is a directory"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, content, told):
     file = tmp_path / "image.jpg"
-    file.write_bytes(content)
+    if content == "folder":
+        file.mkdir()
+    elif content != "missing":
+        file.write_bytes(content)
     with pytest.raises(DataError, match="leave it out") as raised:
         read_image(file)
     assert str(raised.value).startswith(f"{file} {told}")
@@ -210,13 +209,6 @@ def test_damage_anywhere_raises_nothing_else(tmp_path):
             except DataError as error:
                 outcome = str(error)
             assert outcome == "RGB" or str(file) in outcome
-
-
-def test_what_is_no_file_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"missing\.png cannot be read as an image: No such file or directory"):
-        read_image(tmp_path / "missing.png")
-    with pytest.raises(DataError, match="cannot be read as an image: Is a directory"):
-        read_image(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +252,7 @@ def test_it_is_timms_evaluation_transform(crop_pct, interpolation, side):
 
     mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
     theirs = create_transform((3, side, side), interpolation=interpolation, mean=mean, std=std, crop_pct=crop_pct)
-    ours = Preprocessing((side, side), side_before_crop(side, crop_pct), mean, std, interpolation)
+    ours = Preprocessing((side, side), math.floor(side / crop_pct), mean, std, interpolation)
     for height, width in SIZES:
         image = Image.fromarray(noise(height, width, seed=width))
         found = ours(image)
@@ -310,9 +302,8 @@ def test_without_resizing_it_is_a_formula():
 )
 def test_padding_has_the_colour_of_fill(fit, position, image, corner, inside):
     fill = (10.0, 20.0, 30.0)
-    ours = Preprocessing(
-        (10, 10), (10, 10), (0,) * 3, (1,) * 3, rescale=1.0, fit=fit, position=position, fill=fill, channels="bgr"
-    )
+    changes = {"fit": fit, "position": position, "fill": fill, "channels": "bgr"}
+    ours = replace(RAW, size=(10, 10), resize=(10, 10), **changes)
     prepared = ours(Image.new("RGB", image, (1, 2, 3)))
     expected = torch.tensor(fill).flip(0).view(3, 1, 1).repeat(1, 10, 10)
     top, left = corner
@@ -321,7 +312,7 @@ def test_padding_has_the_colour_of_fill(fit, position, image, corner, inside):
 
 
 def test_a_small_image_is_padded_around_its_centre():
-    ours = Preprocessing((8, 9), (5, 4), (0,) * 3, (1,) * 3, rescale=1.0, fill=(0, 0, 0))
+    ours = replace(RAW, size=(8, 9), resize=(5, 4), fill=(0, 0, 0))
     white = ours(Image.new("RGB", (30, 30), "white"))[0]
     assert white.sum() == 255 * 5 * 4
     assert (white[1:6, 2:6] == 255).all()
@@ -331,7 +322,7 @@ def test_a_small_image_is_padded_around_its_centre():
 def test_other_modes_are_prepared_as_files_are_read(tmp_path, mode):
     image = Image.fromarray(noise(9, 13, channels=1) if mode == "I;16" else noise(9, 13))
     image = Image.fromarray(np.array(image).astype(np.uint16) * 257) if mode == "I;16" else image.convert(mode)
-    ours = Preprocessing((9, 13), (9, 13), (0,) * 3, (1,) * 3, rescale=1.0)
+    ours = replace(RAW, size=(9, 13), resize=(9, 13))
     expected = noise(9, 13, channels=1)[..., None].repeat(3, 2) if mode == "I;16" else np.array(image.convert("RGB"))
     assert np.array_equal(ours(image).permute(1, 2, 0).numpy(), expected)
 
@@ -393,9 +384,6 @@ def fill(folder, *names):
     return folder
 
 
-RAW = Preprocessing((4, 4), (4, 4), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), rescale=1.0)
-
-
 def reds(images):
     return images[:, 0, 0, 0].int().tolist()
 
@@ -422,13 +410,8 @@ def test_a_folder_a_class(tmp_path):
     (tmp_path / "n03").symlink_to(outside)
     (tmp_path / "n1" / "link.png").symlink_to(outside / "linked.png")
     images = find_images(tmp_path)
-    assert names(images, tmp_path) == [
-        "n02/z.png",
-        "n03/linked.png",
-        *("n1/link.png", "n1/x.png"),
-        "n10/a.png",
-        "n10/b.png",
-    ]
+    expected = "n02/z.png n03/linked.png n1/link.png n1/x.png n10/a.png n10/b.png"
+    assert names(images, tmp_path) == expected.split()
     assert images.labels == (0, 1, 2, 2, 3, 3)
 
 
@@ -517,6 +500,7 @@ def test_links_in_circles(tmp_path):
     images = find_images(tmp_path)
     (tmp_path / "again").symlink_to(tmp_path)
     assert find_images(tmp_path) == images
+    assert find_images(tmp_path / "again").labels == (0, 1)
     (tmp_path / "round").symlink_to("square")
     (tmp_path / "square").symlink_to("round")
     with pytest.raises(DataError, match="round"):
@@ -530,12 +514,6 @@ def test_two_links_to_one_class_are_refused(tmp_path, target):
     (tmp_path / "d").symlink_to(tmp_path / target)
     with pytest.raises(DataError, match=rf"d and .*{target} are the same folder: remove one of them"):
         find_images(tmp_path)
-
-
-def test_a_folder_that_a_link_names(tmp_path):
-    fill(tmp_path / "images", "a/x.png", "b/y.png")
-    (tmp_path / "link").symlink_to(tmp_path / "images")
-    assert find_images(tmp_path / "link").labels == find_images(tmp_path / "images").labels == (0, 1)
 
 
 def test_a_folder_of_no_layout_is_refused(tmp_path):
@@ -605,10 +583,8 @@ def test_samples(ten):
     assert first == ten.sample(6, 1)
     assert first != ten.sample(6, 2)
     assert len(set(first.paths)) == 6
-    assert set(ten.sample(10, 3).paths) == set(ten.paths)
-    with pytest.raises(
-        DataError, match="11 images are needed, but there are only 10: give more images, or ask for fewer"
-    ):
+    told = "11 images are needed, but there are only 10: give more images, or ask for fewer"
+    with pytest.raises(DataError, match=told):
         ten.sample(11, 0)
 
 
@@ -619,7 +595,6 @@ def test_a_draw_is_without_replacement_and_repeats(total, count, seed):
         with pytest.raises(ValueError, match=f"count = {count} "):
             draw_indices(total, count, seed)
         return
-    torch.manual_seed(0)
     state = torch.get_rng_state()
     drawn = draw_indices(total, count, seed).tolist()
     assert torch.equal(torch.get_rng_state(), state)
@@ -635,28 +610,16 @@ def test_files_and_tensors_are_drawn_alike(ten):
         sample_images(images, 11, 0)
 
 
-@pytest.mark.skipif("ADALOG_REALBENCH" not in os.environ, reason="ADALOG_REALBENCH names no folder of real images")
-def test_real_images():
-    folder = Path(os.environ["ADALOG_REALBENCH"])
-    images = find_images(folder)
-    support = images.select(index for index, path in enumerate(images.paths) if path.parent.name == "support")
-    assert support.labels == tuple(range(1000))
-    assert support.sample(3, 0).load(Preprocessing()).shape == (3, 3, 224, 224)
-
-
 # --- preparation by way of JSON, and images beside those that are to be judged ----------------------------------------
 
 
 @pytest.mark.parametrize("resize", [8, (8, 9)])
 def test_a_preprocessing_by_way_of_json(resize):
     own = Preprocessing((8, 7), resize, (0.1, 0.2, 0.3), (1, 2, 3), "lanczos", 0.5)
-    assert Preprocessing.from_json(json.loads(json.dumps(dataclasses.asdict(own)))) == own
-    assert Preprocessing.from_json(dataclasses.asdict(own)) == own
-    assert own.to_json() == dict(list(dataclasses.asdict(own).items())[:6])  # as files of the first version hold it
-    other = dataclasses.replace(
-        own, resize=(8, 9), fit="contain", position="top-left", fill=(1, 2.5, 3), channels="bgr"
-    )
-    assert other.to_json() == dataclasses.asdict(other)
+    assert Preprocessing.from_json(asdict(own)) == own
+    assert own.to_json() == dict(list(asdict(own).items())[:6])  # as files of the first version hold it
+    other = replace(own, resize=(8, 9), fit="contain", position="top-left", fill=(1, 2.5, 3), channels="bgr")
+    assert other.to_json() == asdict(other)
     for each in (own, other):
         assert Preprocessing.from_json(json.loads(json.dumps(each.to_json()))) == each
 
@@ -684,7 +647,7 @@ def test_a_preprocessing_by_way_of_json(resize):
     ],
 )
 def test_other_json_is_no_preprocessing(changes, told):
-    fields = dataclasses.asdict(Preprocessing((8, 8), 8)) | changes
+    fields = asdict(Preprocessing((8, 8), 8)) | changes
     with pytest.raises(ValueError, match=told):
         Preprocessing.from_json(fields)
     with pytest.raises(ValueError, match="has the fields"):
@@ -699,11 +662,10 @@ def test_support_in_the_folder_and_beside_it(tmp_path):
     (tmp_path / "linked").mkdir()
     for name in ("known", "asked", "labels.csv"):
         (tmp_path / "linked" / name).symlink_to(tmp_path / "all" / name)
-    queries, known = find_support(tmp_path / "linked", tmp_path / "linked" / "known")
-    assert (queries.labels, known.labels) == ((5, 3, 3), (3, 5))
-    queries, known = find_support(tmp_path / "all", tmp_path / "all" / "known")
+    for folder in (tmp_path / "linked", tmp_path / "all"):
+        queries, known = find_support(folder, folder / "known")
+        assert (queries.labels, known.labels) == ((5, 3, 3), (3, 5))
     assert names(queries, tmp_path / "all") == ["asked/a.png", "asked/c.png", "asked/d.png"]
-    assert (queries.labels, known.labels) == ((5, 3, 3), (3, 5))
     assert names(known, tmp_path / "all") == ["known/a.png", "known/b.png"]
     queries, known = find_support(tmp_path / "all", tmp_path / "beside")
     assert (len(queries), known.labels) == (5, (0, 1))

@@ -27,7 +27,7 @@ from adalog.choices import Correction, Reconstruction
 from adalog.cli import main
 from adalog.errors import RankError
 from adalog.quantizers import Assignment
-from adalog.ranks import _PIECE, Codec, LocalStore, Ranks
+from adalog.ranks import _PIECE, Codec, Ranks
 from adalog.study.evaluate import Contest, PreparedImages
 from adalog.study.sensitivity import sensitivity
 from commands import call, forked, run
@@ -36,7 +36,7 @@ from stored import serialise
 
 def together(work, world=2, store=None):
     """What `work` gives for each rank of a job, whose ranks are threads."""
-    store = store or LocalStore()
+    store = store or HashStore()
     with ThreadPoolExecutor(world) as pool:
         jobs = [pool.submit(work, Ranks(store, rank, world)) for rank in range(world)]
         return [job.result() for job in jobs]
@@ -73,8 +73,7 @@ def test_each_job_is_done_once_and_all_get_its_result(world, threads):
     assert sorted(itertools.chain(*owners)) == sorted(names)
 
 
-@pytest.mark.parametrize("store", [LocalStore, HashStore])
-def test_jobs_are_claimed_in_their_order_as_ranks_are_free(store):
+def test_jobs_are_claimed_in_their_order_as_ranks_are_free():
     """One rank is busy with the first job, so the other one does all the rest."""
     other_has_all, claimed = threading.Event(), []
 
@@ -89,7 +88,7 @@ def test_jobs_are_claimed_in_their_order_as_ranks_are_free(store):
 
         return ranks.share(["first", "second", "third", "fourth"], make)
 
-    assert together(work, store=store()) == [dict.fromkeys(["first", "second", "third", "fourth"], 1)] * 2
+    assert together(work) == [dict.fromkeys(["first", "second", "third", "fourth"], 1)] * 2
     slow = next(rank for rank, name in claimed if name == "first")
     assert [name for rank, name in claimed if rank != slow] == ["second", "third", "fourth"]
 
@@ -111,13 +110,9 @@ def test_large_results_and_none_travel_whole():
 
 
 def test_results_leave_the_store_once_all_have_read_them():
-    store = LocalStore()
-    together(lambda ranks: ranks.share(["a", "b"], lambda name: "x" * 1000), store=store)
-    assert sum(map(len, store._values.values())) < 200
-    ranks = Ranks()
-    for _ in range(3):
-        ranks.share(["a", "b"], str, threads=2)
-    assert not ranks._store._values
+    store = HashStore()
+    together(lambda ranks: ranks.share(["a", "b"], str), store=store)
+    assert store.num_keys() == 4  # counters
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8])
@@ -140,7 +135,7 @@ def test_sums_have_the_same_bits_on_any_number_of_ranks(count):
     assert order == list(range(count))
     torch.testing.assert_close(wanted, values.sum(0))
     for world in (2, 3, 5):
-        results = together(summed, world, HashStore())
+        results = together(summed, world)
         assert all(torch.equal(found, wanted) for found, _ in results)
         assert sorted(itertools.chain(*(made for _, made in results))) == order
         assert sum(bool(made) for _, made in results) >= min(world, count) - 1  # all that can be busy, but for one
@@ -240,7 +235,7 @@ def test_an_interface_that_is_not_there_is_told(monkeypatch):
             ranks.sum_in_order(2, lambda number: torch.ones(3), torch.ones(3))
         return True
 
-    assert together(work, store=HashStore()) == [True, True]
+    assert together(work) == [True, True]
 
 
 def test_alone_where_no_launcher_says_otherwise(monkeypatch):
@@ -254,15 +249,19 @@ def test_alone_where_no_launcher_says_otherwise(monkeypatch):
     assert Ranks.of_environment().restarts == 2
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"])
-def test_variables_that_are_no_numbers_are_named(monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        *((name, "two", "'two', not a whole number") for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")),
+        ("WORLD_SIZE", "0", "0"),
+    ],
+)
+def test_variables_that_are_no_numbers_are_named(monkeypatch, name, value, told):
     for each in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(each, "2")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv(name, "two")
-    with pytest.raises(
-        RankError, match=f"the environment variable {name} is 'two', not a whole number: start the job with `torchrun`"
-    ):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(RankError, match=f"the environment variable {name} is {told}: start the job with `torchrun`"):
         Ranks.of_environment()
 
 
@@ -293,7 +292,7 @@ def test_quantize_gives_the_same_bytes(tmp_path, tiniest, images, stages):
     def work(ranks):
         return serialise(calibrations[ranks.rank].quantize(config, Resources(ranks=ranks, partial=path)))
 
-    assert together(work, store=HashStore()) == [wanted] * 2
+    assert together(work) == [wanted] * 2
     files = [path, path.with_name("partial.rank1")]
     names = [json.loads(line)["name"] for file in files for line in file.read_text().splitlines()[1:]]
     assert len(names) == len(set(names))
@@ -307,9 +306,7 @@ def test_every_rank_reads_what_any_rank_has_finished(tmp_path):
     for rank in (None, 0, 1, 7):
         read = Partial(path, "these") if rank is None else Partial(path, "these", rank)
         assert [read.get(f"of {each}").sqnr for each in range(3)] == [0.0, 1.0, 2.0]
-    assert sorted(each.name for each in tmp_path.iterdir()) == [
-        *("partial", "partial.rank1", "partial.rank2"),
-    ]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["partial", "partial.rank1", "partial.rank2"]
     (tmp_path / "partial.rank1").write_text('{"searches": "others"}\n')
     with pytest.raises(adalog.DataError, match=r"partial\.rank1 holds searches of another model"):
         Partial(path, "these")
@@ -430,14 +427,6 @@ def test_an_error_of_one_rank_is_one_line_and_leaves_no_file(place):
     assert process.stderr.count("no such weights here") == 1
     assert "exitcode  : 2" in process.stderr
     assert not list(place.glob("odd.st*"))
-
-
-def test_no_world_is_told(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "0")
-    with pytest.raises(
-        RankError, match="the environment variable WORLD_SIZE is 0: start the job with `torchrun`, or unset it"
-    ):
-        Ranks.of_environment()
 
 
 def test_commands_for_one_process_say_so(monkeypatch, capsys):

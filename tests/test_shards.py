@@ -159,10 +159,11 @@ def test_an_image_that_is_gone_or_none(tmp_path):
         ImageSet((Member(tmp_path / "b.tar", "x.png", 0, 9),)).load(RAW)
 
 
-# --- ImageNet's validation images ------------------------------------------------------------------------------------
-
 NUMBERS = torch.randperm(1000, generator=torch.Generator().manual_seed(0))  # of synsets in order, from 0
 KIT = "".join(f"n{rank:08} {int(number) + 1} word, other\n" for rank, number in enumerate(NUMBERS))
+
+
+TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 
 
 def validation(folder, *numbers):
@@ -177,7 +178,7 @@ def truth(place, *classes):
     """The ground truth of a kit for images of these classes."""
     place.mkdir(parents=True, exist_ok=True)
     text = "".join(f"{int(NUMBERS[each]) + 1}\n" for each in classes)
-    (place / "ILSVRC2012_validation_ground_truth.txt").write_text(text)
+    (place / TRUTH).write_text(text)
     return place
 
 
@@ -228,30 +229,21 @@ def test_other_images_have_no_ground_truth(tmp_path):
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        ({"ILSVRC2012_validation_ground_truth.txt": "1\n"}, r"put the kit's meta\.mat or map_clsloc\.txt next to it"),
+        ({TRUTH: "1\n"}, r"put the kit's meta\.mat or map_clsloc\.txt next to it"),
         (
-            {"ILSVRC2012_validation_ground_truth.txt": "1\n", "map_clsloc.txt": "n1 1 x\n"},
+            {TRUTH: "1\n", "map_clsloc.txt": "n1 1 x\n"},
             r"map_clsloc\.txt has 1 numbered synsets, but ImageNet has 1000",
         ),
-        (
-            {"ILSVRC2012_validation_ground_truth.txt": "1\n", "map_clsloc.txt": KIT},
-            r"has no ILSVRC number from 1 to 1000 in line 2",
+        *(
+            ({TRUTH: text, "map_clsloc.txt": KIT}, f"has no ILSVRC number from 1 to 1000 in line {line}")
+            for text, line in (("1\n", 2), ("1\n0\n", 2), ("1\n\n\n0\n", 4))
         ),
-        (
-            {"ILSVRC2012_validation_ground_truth.txt": "1\n0\n", "map_clsloc.txt": KIT},
-            r"has no ILSVRC number from 1 to 1000 in line 2",
-        ),
-        (
-            {"ILSVRC2012_validation_ground_truth.txt": "1\n\n\n0\n", "map_clsloc.txt": KIT},
-            r"has no ILSVRC number from 1 to 1000 in line 4",
-        ),
-        (
-            {"val.txt": "\n \nILSVRC2012_val_00000001.JPEG 1000\n"},
-            r"val\.txt, line 3 is not FILE CLASS, with a class from 0",
-        ),
-        (
-            {"val.txt": "ILSVRC2012_val_00000001.JPEG 1000\n"},
-            r"val\.txt, line 1 is not FILE CLASS, with a class from 0",
+        *(
+            (
+                {"val.txt": f"{before}ILSVRC2012_val_00000001.JPEG 1000\n"},
+                rf"val\.txt, line {line} is not FILE CLASS, with a class from 0",
+            )
+            for before, line in (("", 1), ("\n \n", 3))
         ),
         ({"val.txt": "ILSVRC2012_val_00000001.JPEG 1\n"}, r"val\.txt has no class for ILSVRC2012_val_00000002\.JPEG"),
     ],

@@ -24,17 +24,8 @@ pytest.importorskip("torchvision")
 pytest.importorskip("transformers")
 
 
-# --- what inspect counts ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("spec", "counts"),
-    [
-        ("demo", (25, 3, 6, 6, 6, 13)),
-        (TINY, (25, 1, 6, 6, 6, 13)),  # for others see test_families.py
-    ],
-)
+@pytest.mark.parametrize(("spec", "counts"), [("demo", (25, 3, 6, 6, 6, 13)), (TINY, (25, 1, 6, 6, 6, 13))])
 def test_counts(spec, counts):
     loaded = load_model(spec, pretrained=False)
     told = inspect(loaded)
@@ -50,17 +41,14 @@ def test_counts(spec, counts):
     assert told == json.loads(json.dumps(told)) | {"preprocessing": dataclasses.asdict(loaded.preprocessing)}
 
 
-def tally(model, images=IMAGES):
-    program = capture(model.eval(), images)
+def tally(program):
     sites = find_sites(program)
-    return census(program, sites, find_pairs(program, sites, (images[:2],)))
+    return census(program, sites, find_pairs(program, sites, (IMAGES[:2],)))
 
 
 @pytest.mark.slow
 def test_refusals_are_by_norm():
-    _, program = zoo.captured("timm_pvt")
-    sites = find_sites(program)
-    told = census(program, sites, find_pairs(program, sites, (IMAGES,)))
+    told = tally(zoo.captured("timm_pvt")[1])
     assert told["refusals"] == {
         "stages.0.blocks.0.norm1": "not folded: it also feeds conv2d.default in stages.0.blocks.0.attn.sr"
     }
@@ -71,21 +59,17 @@ def test_refusals_are_by_norm():
 
 @pytest.mark.slow
 def test_a_product_that_no_softmax_reads_is_another():
-    told = tally(Toy(lambda _, x: x @ x.transpose(-1, -2)))
+    told = tally(capture(Toy(lambda _, x: x @ x.transpose(-1, -2)).eval(), IMAGES))
     assert (told["qk"], told["av"], told["other_sites"]) == (0, 0, ["qk"])
     assert [row["role"] for row in told["sites"]] == ["other"]
-    told = tally(Toy(lambda _, x: ((x @ x.transpose(-1, -2)) * 0.1 + 1).softmax(dim=-1) @ x))
+    scores = Toy(lambda _, x: ((x @ x.transpose(-1, -2)) * 0.1 + 1).softmax(dim=-1) @ x)
+    told = tally(capture(scores.eval(), IMAGES))
     assert (told["qk"], told["av"], told["other_sites"]) == (1, 1, [])
 
 
 def test_quick_gelu_counts():
-    def model(toy, x):
-        return toy.linear(x * torch.sigmoid(1.702 * x))
-
-    assert tally(Toy(model, linear=nn.Linear(32, 5)))["post_gelu"] == 1
-
-
-# --- the demo --------------------------------------------------------------------------------------------------------
+    model = Toy(lambda m, x: m.linear(x * torch.sigmoid(1.702 * x)), linear=nn.Linear(32, 5))
+    assert tally(capture(model.eval(), IMAGES))["post_gelu"] == 1
 
 
 def test_the_demo():
@@ -104,36 +88,14 @@ def test_random_weights_come_from_the_seed_alone():
     torch.manual_seed(5)
     later = load_model("demo", pretrained=False, seed=1).module
     weights = [module.head.weight for module in (first, again, later, other, demo.load_model())]
-    assert torch.equal(weights[0], weights[1])
-    assert torch.equal(weights[0], weights[2])
-    assert not torch.equal(weights[0], weights[3])
-    assert not torch.equal(weights[0], weights[4])
+    assert [torch.equal(weights[0], weight) for weight in weights[1:]] == [True, True, False, False]
     torch.set_rng_state(before)
 
 
 def test_the_bundled_detector_leaves_the_generator_as_it_is():
-    pytest.importorskip("torchvision")
     before = torch.get_rng_state()
     load_detector("demo:detector")
     assert torch.equal(torch.get_rng_state(), before)
-
-
-# --- timm and torchvision --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["test_vit", "vit_tiny_patch16_224", "vit_tiny_patch16_224.augreg_in21k"])
-def test_timm_preprocessing_is_that_of_its_own_transform(name):
-    from timm.data import create_transform, resolve_data_config
-    from timm.models import get_pretrained_cfg
-
-    resize, crop, _, normalize = create_transform(
-        **resolve_data_config({}, pretrained_cfg=get_pretrained_cfg(name).to_dict())
-    ).transforms
-    own = load_model(f"timm:{name}", pretrained=False).preprocessing
-    assert (own.size, own.resize) == (tuple(crop.size), resize.size)
-    assert own.interpolation == resize.interpolation.value
-    assert own.mean == pytest.approx(normalize.mean.tolist())
-    assert own.std == pytest.approx(normalize.std.tolist())
 
 
 def changed_cfg(monkeypatch, **changes):
@@ -148,19 +110,13 @@ def changed_cfg(monkeypatch, **changes):
     monkeypatch.setattr(_builder, "resolve_pretrained_cfg", resolve)
 
 
-def test_timm_may_squash(monkeypatch):
+def test_timm_may_squash_and_pad_and_take_other_channels(monkeypatch):
     changed_cfg(monkeypatch, crop_mode="squash", crop_pct=0.9)
     assert load_model(TINY, pretrained=False).preprocessing.resize == (177, 177)
-
-
-def test_timm_may_pad(monkeypatch):
     changed_cfg(monkeypatch, crop_mode="border", crop_pct=1.0)
     own = load_model(TINY, pretrained=False).preprocessing
     assert (own.resize, own.fit, own.fill) == ((160, 160), "contain", (128.0, 128.0, 128.0))
-
-
-def test_other_channels_are_refused(monkeypatch):
-    changed_cfg(monkeypatch, input_size=(1, 160, 160))
+    changed_cfg(monkeypatch, crop_mode="center", input_size=(1, 160, 160))
     assert refused(TINY, pretrained=False).startswith("timm:test_vit takes images with 1 channels")
 
 
@@ -189,6 +145,8 @@ def test_torchvision_preprocessing():
         ("resnet50", "unknown model 'resnet50': give timm:NAME"),
         ("timm:", "unknown model 'timm:': give timm:NAME"),
         ("", "unknown model '': give timm:NAME"),
+        ("a:" + "x" * 5000, ": give timm:NAME"),  # longer than the name of any file
+        ("hf:" + "x" * 5000, "hf:"),
     ],
 )
 def test_unknown_names(spec, told):
@@ -202,9 +160,6 @@ def test_unknown_names(spec, told):
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, package, spec, extra):
     monkeypatch.setitem(sys.modules, package, None)
     assert refused(spec) == f"{package} is not installed: pip install 'adalog[{extra}]'"
-
-
-# --- the user's own file ---------------------------------------------------------------------------------------------
 
 
 OWN = """
@@ -328,6 +283,7 @@ def test_images_that_are_not_square(tmp_path):
 )
 def test_a_function_that_gives_no_model(own, function, told):
     assert told in refused(f"{own}:{function}")
+    assert "whose function creates its own weights" in refused(f"{own}:sized", pretrained=False)
 
 
 @pytest.mark.parametrize(
@@ -349,21 +305,9 @@ def test_a_file_that_does_not_run(tmp_path, content, told):
     assert set(sys.modules) == modules
 
 
-def test_no_pretrained_does_not_fit_a_function(own):
-    assert "whose function creates its own weights" in refused(f"{own}:sized", pretrained=False)
-
-
-# --- names and files -------------------------------------------------------------------------------------------------
-
-
 def test_what_is_meant_as_a_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a:b").write_text("")
     names = ["demo", "timm:x", "no:such", "own.py:f", "demo.safetensors", "resnet50", "a:b"]
     assert [is_model(name) for name in names] == [True, True, True, True, False, False, False]
     assert is_model("a:" + "x" * 5000)  # longer than the name of any file
-
-
-def test_a_name_longer_than_that_of_any_file_is_refused():
-    assert ": give timm:NAME" in refused("a:" + "x" * 5000)
-    assert "hf:" in refused("hf:" + "x" * 5000)

@@ -19,11 +19,15 @@ def demo():
     return DemoViT(width=32, depth=2, heads=2)
 
 
+_TIMM = {"img_size": 32, "num_classes": 10}
+_TIMM_VIT = {**_TIMM, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
+_TIMM_SWIN = {**_TIMM, "patch_size": 2, "embed_dim": 24, "depths": (2, 1), "num_heads": (2, 4), "window_size": 4}
+
+
 def timm_vit(**changes):
     from timm.models import VisionTransformer
 
-    size = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 10}
-    return VisionTransformer(**size | changes)
+    return VisionTransformer(**_TIMM_VIT | changes)
 
 
 def timm_vit_extras():
@@ -34,23 +38,19 @@ def timm_vit_extras():
 def timm_distilled():
     from timm.models.deit import VisionTransformerDistilled
 
-    return VisionTransformerDistilled(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=10)
+    return VisionTransformerDistilled(**_TIMM_VIT)
 
 
 def timm_swin():
     from timm.models import SwinTransformer
 
-    return SwinTransformer(
-        img_size=32, patch_size=2, embed_dim=24, depths=(2, 1), num_heads=(2, 4), window_size=4, num_classes=10
-    )
+    return SwinTransformer(**_TIMM_SWIN)
 
 
 def timm_swin_v2():
     from timm.models import SwinTransformerV2
 
-    return SwinTransformerV2(
-        img_size=32, patch_size=2, embed_dim=24, depths=(2, 1), num_heads=(2, 4), window_size=4, num_classes=10
-    )
+    return SwinTransformerV2(**_TIMM_SWIN)
 
 
 def timm_pvt():
@@ -93,9 +93,8 @@ def hf_clip():
 def torchvision_vit():
     from torchvision.models import VisionTransformer
 
-    model = VisionTransformer(
-        image_size=32, patch_size=8, num_layers=2, num_heads=3, hidden_dim=48, mlp_dim=96, num_classes=10
-    )
+    sizes = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 3, "hidden_dim": 48, "mlp_dim": 96}
+    model = VisionTransformer(num_classes=10, **sizes)
     nn.init.normal_(model.heads.head.weight, std=0.1)  # zero as it comes
     return model
 
@@ -148,8 +147,6 @@ def calibrated(name: str) -> Calibration:
         patch.setattr(calibration, "capture", lambda *_: program)
         return Calibration(model, IMAGES)
 
-
-# --- models by name, as the command line takes them ------------------------------------------------------------------
 
 COUNTS = ("linears", "convs", "qk", "av", "post_gelu", "pairs")
 TINY = "timm:test_vit"  # 160 x 160, 64 wide, 6 deep

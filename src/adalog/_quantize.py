@@ -75,9 +75,7 @@ def quantize(
             `config.pinned` matches no site, or if the memory is too small.
 
     Examples:
-        >>> import adalog
-        >>> from adalog import demo
-        >>> model, images = demo.load_model(), demo.calibration_images()
+        >>> model, images = adalog.demo.load_model(), adalog.demo.calibration_images()
         >>> qmodel = adalog.quantize(model, images, adalog.Config.preset("w4a4"))
         >>> size = qmodel.save("vit.w4a4.safetensors")  # bytes
     """

@@ -32,20 +32,13 @@ from adalog.stored import MAX_JSON, check, check_text, is_whole, parse_json
 
 FORMAT = 1
 KEY = "adalog"
-# The fields of the header, in the order in which they are written.
+# The types of the header's fields.
 _FIELDS: dict[str, type] = {
+    **dict.fromkeys(("config", "provenance", "refusals", "quantizers", "weights", "dtypes"), dict),
+    **dict.fromkeys(("ledger", "inputs", "nodes"), list),
     "format": int,
     "version": str,
-    "config": dict,
-    "provenance": dict,
-    "refusals": dict,
-    "ledger": list,
-    "inputs": list,
     "output": object,
-    "nodes": list,
-    "quantizers": dict,
-    "weights": dict,
-    "dtypes": dict,
 }
 MAX_RULE = 4096  # most operations of a rule for sizes, which is evaluated for each new shape
 DETECTOR = "adalog-detector"  # metadata key of a file with several artifacts: see adalog.detection.quantized
@@ -54,16 +47,8 @@ _OTHERS = {
     DETECTOR: "a detector, which only `adalog evaluate --coco` and `adalog detect` can use",
     PACK: "a pack, which `adalog.run` and the C library run: give the artifact that it was made from",
 }
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-DTYPES |= {
-    "float64": torch.float64,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "int16": torch.int16,
-    "int8": torch.int8,
-    "bool": torch.bool,
-    "uint8": torch.uint8,
-}
+_DTYPE_NAMES = "float32 float16 bfloat16 float64 int64 int32 int16 int8 bool uint8"
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES.split()}
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -92,9 +77,8 @@ def serialise(quantized: QuantizedProgram) -> bytes:
 
 def encode(quantized: QuantizedProgram) -> bytes:
     """Return the bytes of `serialise` without reading them back, to find the size quickly."""
-    check(
-        bool(quantized.example), "the model was made without images, so its input shapes are unknown: set its `example`"
-    )
+    known = bool(quantized.example)
+    check(known, "the model was made without images, so its input shapes are unknown: set its `example`")
     quantized.check(quantized.one_image())
     program = quantized.program.map_tensors(lambda value: value.detach().cpu())
     tensors: dict[str, Tensor] = {}
@@ -115,14 +99,14 @@ def encode(quantized: QuantizedProgram) -> bytes:
         "refusals": dict(quantized.refusals),
         "ledger": [[_encode(value) for value in row.values()] for row in ledger_json(quantized.ledger)],
         "inputs": [
-            [name, _dtype_name(value), list(value.shape[1:]), *map(list, filter(None, [program.free.get(name)]))]
+            [name, _dtype_name(value.dtype), list(value.shape[1:]), *map(list, filter(None, [program.free.get(name)]))]
             for name, value in zip(program.inputs, quantized.example, strict=True)
         ],
         "output": _encode(program.output),
         "nodes": [_encode_node(node) for node in program.nodes],
         "quantizers": {name: encode_quantizer(quantizer) for name, quantizer in program.quantizers.items()},
         "weights": shapes,
-        "dtypes": {name: _dtype_name(value) for name, value in program.tensors.items()},
+        "dtypes": {name: _dtype_name(value.dtype) for name, value in program.tensors.items()},
     }
     if program.rule is not None:
         header["rule"] = [[_encode_node(node) for node in program.rule.nodes], _encode(program.rule.output)]
@@ -137,26 +121,21 @@ def encode(quantized: QuantizedProgram) -> bytes:
     return content
 
 
-def _dtype_name(value: Tensor) -> str:
-    """Return the name of a tensor's dtype, a key of `DTYPES`."""
-    return str(value.dtype).removeprefix("torch.")
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _smallest(value: Tensor) -> Tensor:
     """Return the value in float16 if that is exact, else unchanged."""
-    if value.dtype == torch.float32:
-        half = value.half()
-        if torch.equal(half.float(), value):
-            return half
-    return value
+    exact = value.dtype == torch.float32 and torch.equal(value.half().float(), value)
+    return value.half() if exact else value
 
 
 def _encode(arg: Arg) -> Any:
-    """Return an argument of a node as JSON."""
     if isinstance(arg, Ref):
         return {"ref": arg.name}
     if isinstance(arg, torch.dtype):
-        return {"dtype": str(arg).removeprefix("torch.")}
+        return {"dtype": _dtype_name(arg)}
     if isinstance(arg, float) and not math.isfinite(arg):
         return {"float": str(arg)}
     if isinstance(arg, ModelOutput):
@@ -171,7 +150,6 @@ def _encode(arg: Arg) -> Any:
 
 
 def _encode_node(node: Node) -> list[Any]:
-    """Return an operation as JSON."""
     kwargs = {key: _encode(value) for key, value in node.kwargs.items()}
     return [node.name, node.op, _encode(node.args), kwargs, node.scope]
 
@@ -205,7 +183,6 @@ def deserialise(content: bytes, name: str = "the artifact") -> QuantizedProgram:
 
 
 def _damage(name: str, cause: Exception) -> ArtifactError:
-    """Return the error for an artifact that is not valid."""
     return ArtifactError(f"{name} is damaged: {one_line(cause)}; make it again with `adalog quantize`")
 
 
@@ -336,7 +313,6 @@ def _decode_rule(entry: Any, inputs: Sequence[str]) -> Program:
 
 
 def _decode_dtype(name: Any) -> torch.dtype:
-    """Return the dtype of this name."""
     check(isinstance(name, str) and name in DTYPES, f"the type {name!r} is not one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
@@ -344,7 +320,6 @@ def _decode_dtype(name: Any) -> torch.dtype:
 def _decode_tensor(
     name: str, dtype: Any, weights: Mapping[str, QuantizedTensor], stored: Mapping[str, Tensor]
 ) -> Tensor:
-    """Return a tensor of the program in the dtype in which it is used."""
     expected = _decode_dtype(dtype)
     value = weights[name].dequantize() if name in weights else stored[f"float/{name}"]
     same = value.dtype == expected or (value.dtype, expected) == (torch.float16, torch.float32)
@@ -373,10 +348,8 @@ def _decode_nodes(
     for entry in entries:
         check(isinstance(entry, list) and len(entry) == 5, "a node is not [name, operation, arguments, ..., scope]")
         name, op, args, kwargs, scope = entry
-        check(
-            isinstance(name, str) and isinstance(scope, str),
-            f"the name {name!r} or scope {scope!r} of a node is not text",
-        )
+        good = isinstance(name, str) and isinstance(scope, str)
+        check(good, f"the name {name!r} or scope {scope!r} of a node is not text")
         check(isinstance(op, str) and op in OPERATIONS, f"operation {op!r} is not one that a program can hold")
         good = isinstance(args, list) and isinstance(kwargs, dict)
         check(good, f"node {name} does not have a list of arguments and an object of keyword arguments")
@@ -395,7 +368,6 @@ def _decode_nodes(
 
 
 def _decode_ledger_row(site: str, role: str, source: str, left: str, right: str, sqnr: Any) -> LedgerRow:
-    """Return a row of the ledger."""
     words = (site, role, source, left, right)
     check(all(isinstance(word, str) for word in words), f"the ledger's row of {site!r} is not text")
     value = _decode_arg(sqnr)
@@ -404,7 +376,7 @@ def _decode_ledger_row(site: str, role: str, source: str, left: str, right: str,
 
 
 def _decode_arg(value: Any) -> Arg:
-    """Return an argument of a node: the inverse of `_encode`."""
+    """Inverse of `_encode`."""
     if isinstance(value, list):
         return tuple(_decode_arg(item) for item in value)
     if not isinstance(value, dict):

@@ -15,32 +15,27 @@ CorrectionTarget = Literal["output", "stream"]
 
 
 def check_whole(name: str, value: object, least: int) -> None:
-    """Raise ValueError unless the value is a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} = {value!r} is not a whole number of at least {least}")
 
 
 def check_choice(name: str, value: object, allowed: Any) -> None:
-    """Raise ValueError unless the value is one of the Literal type `allowed`."""
     if value not in get_args(allowed):
         raise ValueError(f"{name} = {value!r} is not one of {', '.join(get_args(allowed))}")
 
 
 def check_number(name: str, value: object, low: float, high: float = math.inf) -> None:
-    """Raise ValueError unless the value is a number above `low` and at most `high`."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not low < value <= high:
         most = "" if math.isinf(high) else f" and at most {high}"
         raise ValueError(f"{name} = {value!r} is not a number above {low}{most}")
 
 
 def check_share(name: str, value: object) -> None:
-    """Raise ValueError unless the value is a number from 0 to 1."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1:
         raise ValueError(f"{name} = {value!r} is not a number from 0 to 1")
 
 
 def check_span(name: str, value: object) -> None:
-    """Raise ValueError unless the value is a pair of increasing positive factors."""
     if not isinstance(value, tuple) or len(value) != 2:
         raise ValueError(f"{name} = {value!r} is not a pair of increasing positive factors")
     check_number(name, value[0], 0)
@@ -48,13 +43,11 @@ def check_span(name: str, value: object) -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raise ValueError unless the value is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} = {value!r} is neither true nor false")
 
 
 def check_bits(name: str, bits: object) -> None:
-    """Raise ValueError unless the value is a number of bits, or 32 for float."""
     if not isinstance(bits, int) or not (MIN_BITS <= bits <= MAX_BITS or bits == FLOAT_BITS):
         raise ValueError(
             f"{name} = {bits!r} is not a whole number from {MIN_BITS} to {MAX_BITS}, or {FLOAT_BITS} for float"
@@ -65,8 +58,7 @@ def check_bits(name: str, bits: object) -> None:
 class Correction:
     """A stage that fits weights and biases to the outputs of the float network, in closed form.
 
-    `adalog.calibration.compensate` implements it, and the methods "adalog" and "adalog+" use it. The defaults were
-    chosen by measurement: docs/design/stages.md.
+    The methods "adalog" and "adalog+" use it. The defaults were chosen by measurement: docs/design/stages.md.
 
     Args:
         images: Number of unlabelled images to fit. A site reads the first batches that give it 131,072 rows. None: the
@@ -117,8 +109,7 @@ class Correction:
 class Reconstruction:
     """A stage that trains codes, biases and scales by gradients to match the outputs of the float network.
 
-    `adalog.calibration.reconstruct` implements it, and the method "adalog++" uses it. The defaults were chosen by
-    measurement: docs/benchmarks.
+    The method "adalog++" uses it. The defaults were chosen by measurement: docs/benchmarks.
 
     Args:
         images: Number of unlabelled images to fit. Every eighth of them is held out to evaluate the result. With
@@ -205,7 +196,6 @@ def kind_from_json(name: str, fields: Any, kinds: Sequence[Any]) -> Any:
 
 
 def check_fields(kind: Any, values: dict[str, Any]) -> None:
-    """Raise ValueError for fields that the dataclass `kind` does not have."""
     unknown = set(values) - {entry.name for entry in dataclasses.fields(kind)}
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))}: no such choice in {kind.__name__}")

@@ -218,10 +218,6 @@ class Config:
 
         Raises:
             ValueError: If no stage fits images.
-
-        Examples:
-            >>> adalog.Config.preset("w4a4", "adalog++").with_fitted_images(256).images_needed
-            256
         """
         refusal = f"no stage fits images, so {images} images cannot be fitted: choose the method adalog+"
         return self._with_stages(Fitting, refusal, images=images)
@@ -238,10 +234,6 @@ class Config:
 
         Raises:
             ValueError: If no stage trains, or if a number is not a whole number of at least 1.
-
-        Examples:
-            >>> adalog.Config.preset("w4a4", "adalog++").with_training(iterations=400).stages[-1].iterations
-            400
         """
         refusal = "no stage trains, so its steps cannot change: choose the method adalog++"
         numbers = {"iterations": iterations, "batch": batch}
@@ -249,7 +241,6 @@ class Config:
         return self._with_stages(Reconstruction, refusal, **changes)
 
     def _with_stages(self, kind: Any, refusal: str, **changes: Any) -> "Config":
-        """Return the choices with these changes in all stages of a kind; raise ValueError if there is none."""
         if not any(isinstance(stage, kind) for stage in self.stages):
             raise ValueError(refusal)
         stages = [dataclasses.replace(stage, **changes) if isinstance(stage, kind) else stage for stage in self.stages]
@@ -398,7 +389,6 @@ def pinned_widths(bits: int | str) -> dict[str, int]:
 
 
 def _check_pinned(pinned: object) -> None:
-    """Raise ValueError unless the value is a tuple of (pattern, bits) with possible bits."""
     if not isinstance(pinned, tuple):
         raise ValueError(f"pinned = {pinned!r} is not a tuple of (pattern, bits)")
     for entry in pinned:
@@ -412,7 +402,6 @@ def _check_pinned(pinned: object) -> None:
 
 
 def _check_stages(stages: object) -> None:
-    """Raise ValueError unless the value is a tuple of stages in an order that is possible."""
     if not isinstance(stages, tuple) or not all(isinstance(stage, Stage) for stage in stages):
         raise ValueError(f"stages = {stages!r} is not a tuple of stages, as in (Correction(),)")
     fitting = [stage for stage in stages if isinstance(stage, Fitting)]

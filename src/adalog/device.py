@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from threading import Lock
 from typing import Any, cast
 
@@ -82,14 +81,9 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     """Return True if the device has instructions for products in bfloat16."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu" and _processor_multiplies_bfloat16()
-
-
-@cache
-def _processor_multiplies_bfloat16() -> bool:
-    """Return True if this processor has AVX-512-BF16. PyTorch before 2.12 cannot tell, so this returns False there."""
+    # PyTorch before 2.12 cannot tell whether the processor has AVX-512-BF16.
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(capabilities.get("avx512_bf16"))
+    return device.type == "cpu" and bool(capabilities.get("avx512_bf16"))
 
 
 def default_memory(device: torch.device) -> int:

@@ -5,7 +5,8 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from adalog.errors import DataError
@@ -19,23 +20,12 @@ def write_whole(path: Path, content: bytes) -> None:
     A link stays a link, and its target is written. A file that is replaced keeps its mode.
     Raises DataError if the path cannot be written, and OSError if the disk is full or fails.
     """
-    try:
-        _check_target(path)
-        target = Path(os.path.realpath(path))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".adalog.{secrets.token_hex(8)}")
-        handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o666)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            if target.exists():
-                temporary.chmod(stat.S_IMODE(target.stat().st_mode))
-            temporary.replace(target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    except OSError as cause:
-        raise write_error(path, cause) from cause
+    with _replacing(path) as (temporary, target):
+        with temporary.open("xb") as file:
+            file.write(content)
+        if target.exists():
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+        temporary.replace(target)
 
 
 def write_folder(path: Path, contents: Mapping[str, bytes]) -> None:
@@ -44,17 +34,28 @@ def write_folder(path: Path, contents: Mapping[str, bytes]) -> None:
     Raises what `write_whole` raises, and DataError if the path exists already.
     """
     check_folder(path)
+    with _replacing(path) as (temporary, target):
+        temporary.mkdir()
+        for name, content in contents.items():
+            (temporary / name).write_bytes(content)
+        temporary.rename(target)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield a temporary path and the one that it shall replace; remove what is at the former if an error is raised."""
     try:
+        _check_target(path)
         target = Path(os.path.realpath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".adalog.{secrets.token_hex(8)}")
-        temporary.mkdir()
         try:
-            for name, content in contents.items():
-                (temporary / name).write_bytes(content)
-            temporary.rename(target)
+            yield temporary, target
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if temporary.is_dir():
+                shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                temporary.unlink(missing_ok=True)
             raise
     except OSError as cause:
         raise write_error(path, cause) from cause

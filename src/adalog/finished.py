@@ -10,6 +10,8 @@ from typing import Any
 from adalog.errors import ArtifactError, DataError
 from adalog.files import check_writable, write_error
 
+_DAMAGE = (ArtifactError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
+
 
 class FinishedParts:
     """The finished parts of a run in files: named JSON objects, one per line, which are only ever appended.
@@ -42,7 +44,6 @@ class FinishedParts:
         return self
 
     def add(self, name: str, content: dict[str, Any]) -> None:
-        """Append one part to the file."""
         lines = [self._header] * (self._last != self._header) + [{"name": name, **content}]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,15 +62,7 @@ class FinishedParts:
         """Turn errors raised while the context is open into a DataError that says that the file is damaged."""
         try:
             yield
-        except (
-            ArtifactError,
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ) as cause:
+        except _DAMAGE as cause:
             raise DataError(f"{path or self.path} is damaged ({type(cause).__name__}: {cause}): remove it") from cause
 
     def _read(self, path: Path) -> None:

@@ -24,13 +24,7 @@ PREFIX = "hf:"
 MODEL_TYPE, ARCHITECTURE = "adalog", "AdalogForImageClassification"
 
 
-def save(
-    quantized: QuantizedProgram,
-    folder: Path,
-    *,
-    classes: Sequence[str] = (),
-    figures: Mapping[str, str] | None = None,
-) -> None:
+def save(quantized: QuantizedProgram, folder: Path, classes: Sequence[str], figures: Mapping[str, str] | None) -> None:
     """Write a model into a folder: the artifact, config.json, preprocessor_config.json and a model card, README.md.
 
     preprocessor_config.json is written only if the provenance has `preprocessing`, and if transformers has a processor
@@ -100,7 +94,7 @@ _PIPELINE = [
 ]
 
 
-def card(quantized: QuantizedProgram, size: int, figures: Mapping[str, str], *, prepared: bool = True) -> str:
+def card(quantized: QuantizedProgram, size: int, figures: Mapping[str, str], *, prepared: bool) -> str:
     """Return the text of the model card.
 
     size: bytes of the artifact. prepared: True if the folder has preprocessor_config.json, which transformers needs.
@@ -180,7 +174,7 @@ def locate(path: str, revision: str | None = None) -> Path:
             raise ValueError(f"revision = {revision!r} is only for a repository of the Hub: leave it out for {path}")
         return Path(path)
     try:
-        return Path(_hub().hf_hub_download(name, FILE, revision=revision))
+        return Path(extra_module("huggingface_hub", "hf").hf_hub_download(name, FILE, revision=revision))
     except AdalogError:
         raise
     except Exception as cause:  # no network, an invalid name, or a repository without such a file
@@ -190,7 +184,6 @@ def locate(path: str, revision: str | None = None) -> Path:
 
 
 def _folder(name: str) -> Path | None:
-    """Return the folder of this name, or None if there is none."""
     try:
         folder = Path(name).expanduser()
         return folder if folder.is_dir() else None
@@ -204,7 +197,7 @@ def push(quantized: QuantizedProgram, repository: str, folder: Path, *, private:
     Raises AdalogError if that fails.
     """
     try:
-        api = _hub().HfApi()
+        api = extra_module("huggingface_hub", "hf").HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
         commit = api.upload_folder(
             repo_id=repository,
@@ -219,11 +212,6 @@ def push(quantized: QuantizedProgram, repository: str, folder: Path, *, private:
             f"{repository} cannot be written: {one_line(cause)}; log in, or choose another name"
         ) from cause
     return str(commit)
-
-
-def _hub() -> Any:
-    """Import huggingface_hub."""
-    return extra_module("huggingface_hub", "hf")
 
 
 def _processor(preprocessing: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -260,7 +248,6 @@ def _processor(preprocessing: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _json(value: Any) -> str:
-    """Return a value as the text of a JSON file."""
     return json.dumps(value, indent=1) + "\n"
 
 

@@ -1,13 +1,12 @@
 """Build and print the ledger: one row per site, with its quantizers and its SQNR."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from adalog.graph.program import Program
-from adalog.graph.rewrite import Assigned, SiteGroup
-from adalog.quantizers import Assignment
+from adalog.graph.rewrite import Assigned
 
 
 @dataclass(frozen=True)
@@ -37,22 +36,19 @@ def ledger_of(program: Program, assigned: Assigned, moved: Mapping[str, str]) ->
 
     moved: for each site whose bits were pinned for another site, the name of that site.
     """
-    return [row for entry in assigned for row in _rows(program, *entry, moved)]
-
-
-def _rows(program: Program, group: SiteGroup, assignment: Assignment, moved: Mapping[str, str]) -> Iterator[LedgerRow]:
-    """Yield the rows of the sites that were searched together."""
-    is_group = len(group.sites) > 1
-    left = "float" if assignment.left is None else assignment.left.describe()
-    for site in group.sites:
-        rows = len(program.tensors[site.right]) if is_group else 0
-        right = "float" if assignment.right is None else assignment.right.describe(rows)
-        bits_of = f" (bits of {moved[site.name]})" if site.name in moved else ""
-        yield LedgerRow(site.name, site.role, site.left_source.kind, left + bits_of, right, assignment.sqnr)
+    ledger = []
+    for group, assignment in assigned:
+        left = "float" if assignment.left is None else assignment.left.describe()
+        for site in group.sites:
+            own_rows = len(program.tensors[site.right]) if len(group.sites) > 1 else 0
+            right = "float" if assignment.right is None else assignment.right.describe(own_rows)
+            bits_of = f" (bits of {moved[site.name]})" if site.name in moved else ""
+            row = LedgerRow(site.name, site.role, site.left_source.kind, left + bits_of, right, assignment.sqnr)
+            ledger.append(row)
+    return ledger
 
 
 def ledger_json(ledger: Sequence[LedgerRow]) -> list[dict[str, Any]]:
-    """Return the rows as JSON."""
     return [asdict(row) for row in ledger]
 
 

@@ -44,7 +44,6 @@ def load() -> tuple[ctypes.CDLL | None, str]:
 
 
 def layout_of(compiled: ctypes.CDLL) -> Offsets:
-    """Return the layout of the library's structures, which the library itself reports."""
     offset, size = ctypes.c_int64(), ctypes.c_int64()
     pointers = [ctypes.POINTER(ctypes.c_int64)] * 2
     compiled.adalog_layout.restype, compiled.adalog_layout.argtypes = ctypes.c_char_p, [ctypes.c_int64, *pointers]
@@ -55,12 +54,10 @@ def layout_of(compiled: ctypes.CDLL) -> Offsets:
 
 
 def digest_of(layout: Offsets) -> str:
-    """Return a digest of a layout: 8 hex digits."""
     return f"{zlib.crc32(repr(sorted(layout.items())).encode()):08x}"
 
 
 def _path() -> Path | None:
-    """Return the path of the library's file, or None if there is none."""
     path = os.environ.get("ADALOG_NATIVE")
     return Path(path) if path else next(iter(sorted(Path(__file__).parent.glob("_native*.so"))), None)
 
@@ -92,7 +89,6 @@ def choose_level(level: str | None) -> str:
 
 
 def check_threads(threads: int) -> None:
-    """Raise ValueError unless this number of threads can be asked for."""
     if not isinstance(threads, int) or not 1 <= threads <= 1024:
         raise ValueError(f"threads = {threads!r} is not a whole number from 1 to 1024")
 

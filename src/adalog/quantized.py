@@ -43,7 +43,21 @@ class QuantizedProgram:
         Raises ProgramError if the program cannot run on them. Accepted shapes are remembered and not checked again.
         The inputs may be on the meta device.
         """
-        self._check_shapes(inputs)
+        own = [(shape, example.dtype) for shape, example in zip(self.shapes().values(), self.example, strict=True)]
+        fits = len(inputs) == len(own) and all(
+            isinstance(value, Tensor)
+            and value.ndim == len(shape)
+            and all(isinstance(size, str) or size == actual for size, actual in zip(shape, value.shape, strict=True))
+            and value.dtype == dtype
+            for value, (shape, dtype) in zip(inputs, own, strict=True)
+        )
+        if not fits:
+            expected = [f"({', '.join(map(str, shape))}) of {dtype}" for shape, dtype in own]
+            actual = [
+                f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+                for value in inputs
+            ]
+            raise ValueError(f"the model takes {' and '.join(expected)}; got {' and '.join(actual) or 'nothing'}")
         if torch.compiler.is_compiling():  # the compiler finds out itself whether the operations take the inputs
             return
         shapes = tuple(tuple(value.shape) for value in inputs)
@@ -52,27 +66,6 @@ class QuantizedProgram:
             if len(self._known_shapes) >= _TAKEN:
                 self._known_shapes.pop()
             self._known_shapes.add(shapes)
-
-    def _check_shapes(self, inputs: Sequence[Any]) -> None:
-        """Raise ValueError unless the inputs have the shapes and dtypes of `example`."""
-        shapes = list(self.shapes().values())
-        fits = len(inputs) == len(self.example) and all(
-            isinstance(value, Tensor)
-            and value.ndim == len(shape)
-            and all(isinstance(size, str) or size == actual for size, actual in zip(shape, value.shape, strict=True))
-            and value.dtype == example.dtype
-            for value, shape, example in zip(inputs, shapes, self.example, strict=True)
-        )
-        if not fits:
-            expected = [
-                f"({', '.join(map(str, shape))}) of {example.dtype}"
-                for shape, example in zip(shapes, self.example, strict=True)
-            ]
-            actual = [
-                f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-                for value in inputs
-            ]
-            raise ValueError(f"the model takes {' and '.join(expected)}; got {' and '.join(actual) or 'nothing'}")
 
     def shapes(self) -> dict[str, list[int | str]]:
         """Return the shape of each input by name, with a letter for each free size, as in ["B", 3, "H", "W"]."""

@@ -10,11 +10,11 @@ import os
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from threading import Event, Lock
+from threading import Event
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from adalog.errors import RankError, one_line
@@ -41,37 +41,6 @@ class Codec(Generic[T]):
 JSON: Codec[Any] = Codec(lambda value: json.dumps(value).encode(), lambda _, content: json.loads(content))
 
 
-class LocalStore:
-    """The store of a job with one process, with the methods of `torch.distributed.Store` that this module uses."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._lock = Lock()
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to the number of a key, which starts at 0, and return the sum."""
-        with self._lock:
-            value = int(self._values.get(key, b"0")) + amount
-            self._values[key] = str(value).encode()
-            return value
-
-    def set(self, key: str, value: bytes) -> None:
-        """Store a value."""
-        self._values[key] = value
-
-    def get(self, key: str) -> bytes:
-        """Return the value of a key."""
-        return self._values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        """Return True if all of the keys have values."""
-        return all(key in self._values for key in keys)
-
-    def delete_key(self, key: str) -> bool:
-        """Delete a key, and return True if it had a value."""
-        return self._values.pop(key, None) is not None
-
-
 class Ranks:
     """The processes (ranks) of one job, as seen from this one. By default this process is alone.
 
@@ -79,7 +48,7 @@ class Ranks:
     ends the other ranks, and starts all of them again if it may. torch.distributed is imported only for several ranks.
 
     Args:
-        store: The job's key-value store. None: memory of this process.
+        store: The job's key-value store. None: this process is alone.
         rank: Number of this process, from 0 to `world` - 1.
         world: Number of processes.
         local: Number of this process among those on this machine.
@@ -89,7 +58,7 @@ class Ranks:
 
     def __init__(
         self,
-        store: "Store | LocalStore | None" = None,
+        store: "Store | None" = None,
         rank: int = 0,
         world: int = 1,
         *,
@@ -98,7 +67,7 @@ class Ranks:
         restarts: int = 0,
     ):
         self.rank, self.world, self.local, self.neighbours, self.restarts = rank, world, local, neighbours, restarts
-        self._store: Any = store or LocalStore()
+        self._store: Any = store
         self._calls = itertools.count()
         self._group: Any = None  # created by the first sum
 
@@ -168,6 +137,14 @@ class Ranks:
         if self.world == 1 and threads == 1:  # in the calling thread, so that an interrupt stops it
             for name in waiting:
                 take(name, make(name), True)
+        elif self.world == 1:
+            with ThreadPoolExecutor(threads) as pool:
+                jobs = {pool.submit(make, name): name for name in waiting}
+                try:
+                    for job in as_completed(jobs):
+                        take(jobs[job], job.result(), True)
+                finally:
+                    pool.shutdown(wait=False, cancel_futures=True)
         else:
             self._share(waiting, make, coded, threads, take)
         return {name: results[name] for name in names}
@@ -194,23 +171,23 @@ class Ranks:
             except BaseException as error:
                 results.put(error)
 
-        with ThreadPoolExecutor(threads) as pool, _reach():
-            try:
-                for _ in range(min(threads, len(waiting))):
-                    pool.submit(work)
-                while left:
-                    with suppress(queue.Empty):
-                        message = results.get(timeout=None if self.world == 1 else _POLL)
-                        if isinstance(message, BaseException):
-                            raise message
-                        take(*message, True)
-                        left -= 1
-                    for name, content in board.news():
-                        take(name, coded.read(name, content), False)
-                        left -= 1
-            finally:
-                stopped.set()
         with _reach():
+            with ThreadPoolExecutor(threads) as pool:
+                try:
+                    for _ in range(min(threads, len(waiting))):
+                        pool.submit(work)
+                    while left:
+                        with suppress(queue.Empty):
+                            message = results.get(timeout=_POLL)
+                            if isinstance(message, BaseException):
+                                raise message
+                            take(*message, True)
+                            left -= 1
+                        for name, content in board.news():
+                            take(name, coded.read(name, content), False)
+                            left -= 1
+                finally:
+                    stopped.set()
             board.close()  # after the last claim
 
     def agree(self, names: Sequence[str], known: Mapping[str, T], coded: Codec[T] = JSON) -> dict[str, T]:
@@ -225,6 +202,8 @@ class Ranks:
 
     def by_first(self, make: Callable[[], T], coded: Codec[T] = JSON) -> T:
         """Call `make` on rank 0, and return its result on all ranks."""
+        if self.world == 1:
+            return make()
         board = self._board()
         with _reach():
             if self.first:
@@ -286,6 +265,8 @@ class Ranks:
 
     def meet(self) -> None:
         """Wait for all ranks. Raises RankError if one has failed."""
+        if self.world == 1:
+            return
         board = self._board()
         with _reach():
             self._store.add(f"{board.key}/here", 1)
@@ -297,6 +278,8 @@ class Ranks:
         tell: prints the reason and returns the exit code. Only the first rank that fails calls it; the others return
         the same code. alike: True if all ranks fail for the same reason, which rank 0 then reports.
         """
+        if self.world == 1:
+            return tell()
         with suppress(RuntimeError):  # the store may be gone already
             if self.first if alike else self._store.add("failing", 1) == 1:
                 code = tell()
@@ -309,7 +292,6 @@ class Ranks:
         return tell() if self.first else 1
 
     def _board(self) -> "_Board":
-        """Return a board for the next call."""
         return _Board(self._store, f"call{next(self._calls)}", self.rank, self.world)
 
 
@@ -317,7 +299,6 @@ ALONE = Ranks()
 
 
 def _number(name: str, default: int) -> int:
-    """Return the whole number in an environment variable, or the default if it is not set."""
     text = os.environ.get(name, str(default))
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise RankError(
@@ -368,17 +349,13 @@ class _Board:
         return int(self._store.add(f"{self.key}/claimed", 1)) - 1
 
     def tell(self, name: str, result: T, coded: Codec[T]) -> None:
-        """Send the result of a job that was done here to all ranks."""
-        if self._world > 1:
-            self._own.add(name)
-            self._put(f"result/{name}", coded.write(result))
-            number = self._store.add(f"{self.key}/told", 1) - 1
-            self._put(f"told/{number}", name.encode())
+        self._own.add(name)
+        self._put(f"result/{name}", coded.write(result))
+        number = self._store.add(f"{self.key}/told", 1) - 1
+        self._put(f"told/{number}", name.encode())
 
     def news(self) -> list[tuple[str, bytes]]:
         """Return new results of other ranks. Raises RankError if a rank has failed."""
-        if self._world == 1:
-            return []
         self._check()
         begin, self._read_count = self._read_count, int(self._store.add(f"{self.key}/told", 0))
         names = [self._await(f"told/{number}").decode() for number in range(begin, self._read_count)]
@@ -395,33 +372,24 @@ class _Board:
 
     def close(self) -> None:
         """Delete this rank's keys from the store, once all ranks have read them."""
-        if self._world == 1:
-            self._store.delete_key(f"{self.key}/claimed")
-            return
         self._store.add(f"{self.key}/read", 1)
         self.wait_for(lambda: self._store.add(f"{self.key}/read", 0) == self._world)
         for key in self._put_keys:
             self._store.delete_key(key)
 
     def _check(self) -> None:
-        """Raise RankError if another rank has failed."""
         if self._store.check(["failed"]):
             raise RankError("another process of this job has failed")
 
     def _put(self, key: str, content: bytes) -> None:
         """Store bytes of any length in pieces. The number of pieces is stored last."""
-        pieces = [content[start : start + _PIECE] for start in range(0, len(content), _PIECE)]
-        for number, piece in enumerate(pieces):
-            self._set(f"{self.key}/{key}/{number}", piece)
-        self._set(f"{self.key}/{key}", str(len(pieces)).encode())
-
-    def _set(self, key: str, content: bytes) -> None:
-        """Store a value, and remember the key for `close`."""
-        self._put_keys.append(key)
-        self._store.set(key, content)
+        path, starts = f"{self.key}/{key}", range(0, len(content), _PIECE)
+        pieces = {f"{path}/{number}": content[start : start + _PIECE] for number, start in enumerate(starts)}
+        for name, piece in {**pieces, path: str(len(pieces)).encode()}.items():
+            self._store.set(name, piece)
+            self._put_keys.append(name)
 
     def _await(self, key: str) -> bytes:
-        """Wait until a key has a value, and return its bytes."""
         path = f"{self.key}/{key}"
         self.wait_for(lambda: self._store.check([path]))
         return b"".join(self._store.get(f"{path}/{number}") for number in range(int(self._store.get(path))))

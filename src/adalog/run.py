@@ -41,13 +41,7 @@ class _Options(ctypes.Structure):
 
 
 class _Value(ctypes.Structure):
-    _fields_ = (
-        ("name", c_char_p),
-        ("type", c_int),
-        ("rank", c_int),
-        ("shape", POINTER(c_int64)),
-        ("bytes", c_size_t),
-    )
+    _fields_ = (("name", c_char_p), ("type", c_int), ("rank", c_int), ("shape", POINTER(c_int64)), ("bytes", c_size_t))
 
 
 class _Description(ctypes.Structure):
@@ -231,7 +225,6 @@ def _check(error: _Error, path: Path | None = None) -> None:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """Return the JSON of a pack."""
     with path.open("rb") as file:
         table = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     header: dict[str, Any] = json.loads(table["__metadata__"][KEY])
@@ -239,7 +232,6 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _describe(value: _Value) -> dict[str, Any]:
-    """Return the name, type and shape per image of an input or output."""
     return {"name": value.name.decode(), "type": _TYPES[value.type], "shape": list(value.shape[: value.rank])}
 
 

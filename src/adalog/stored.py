@@ -42,12 +42,8 @@ def check_text(value: Any) -> None:
     """Raise ArtifactError for text with control characters, which a terminal would obey."""
     if isinstance(value, str):
         check(value.isprintable(), f"the text {value!r} has characters that do not print")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            check_text(key)
-            check_text(item)
-    elif isinstance(value, list):
-        for item in value:
+    elif isinstance(value, (dict, list)):
+        for item in [*value, *value.values()] if isinstance(value, dict) else value:
             check_text(item)
 
 

@@ -23,7 +23,13 @@ def as_inputs(images: Any, model: nn.Module, count: int) -> Images:
     if isinstance(images, Tensor):
         return _batch(images, model)
     if isinstance(images, tuple):
-        return _several(images, model)
+        taken = len(_parameters(model))
+        if len(images) > taken > 0:
+            raise ValueError(
+                f"images is a tuple of {len(images)} inputs, but {type(model).__name__} takes {taken}: "
+                f"{_ONE_TENSOR}, without labels; torch.cat joins batches"
+            )
+        return images
     if isinstance(images, DataLoader):
         return _join(_first(images, count), "a DataLoader", of_batches=images.batch_sampler is not None)
     if isinstance(images, list):
@@ -56,17 +62,6 @@ def _batch(images: Tensor, model: nn.Module) -> Tensor:
             f"images is one image of shape {tuple(images.shape)}: give a batch (N, 3, H, W), as images[None] for one"
         )
     return images
-
-
-def _several(inputs: tuple[Any, ...], model: nn.Module) -> tuple[Any, ...]:
-    """Return the inputs, unless the model takes fewer."""
-    count = len(_parameters(model))
-    if len(inputs) > count > 0:
-        raise ValueError(
-            f"images is a tuple of {len(inputs)} inputs, but {type(model).__name__} takes {count}: "
-            f"{_ONE_TENSOR}, without labels; torch.cat joins batches"
-        )
-    return inputs
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:

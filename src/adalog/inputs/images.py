@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -29,12 +30,8 @@ Fit = Literal["stretch", "cover", "contain"]
 Position = Literal["center", "center-floor", "top-left"]
 Channels = Literal["rgb", "bgr"]
 # The words that each of these fields of a preprocessing allows.
-WORDS: dict[str, tuple[str, ...]] = {
-    "interpolation": get_args(Interpolation),
-    "fit": get_args(Fit),
-    "position": get_args(Position),
-    "channels": get_args(Channels),
-}
+_LITERALS = {"interpolation": Interpolation, "fit": Fit, "position": Position, "channels": Channels}
+WORDS: dict[str, tuple[str, ...]] = {name: get_args(words) for name, words in _LITERALS.items()}
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 # A resized image has at most this many pixels. Otherwise an image with a single row of pixels could fill the memory.
@@ -102,11 +99,10 @@ def _open(path: str | Path | Member) -> BinaryIO:
 
 def _orientation(image: Image.Image) -> int:
     """Return the EXIF orientation of a loaded image, or 1 if there is none or only the EXIF data is damaged."""
-    try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # as in read_image
-        return 1
-    return orientation if isinstance(orientation, int) else 1
+    with suppress(Exception):  # as in read_image
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+        return orientation if isinstance(orientation, int) else 1
+    return 1
 
 
 def _to_rgb(image: Image.Image, form: str | None) -> Image.Image:
@@ -203,10 +199,6 @@ class Preprocessing:
 
         Returns:
             The fields by name, for `QuantizedModel.note(preprocessing=...)` and for JSON. `from_json` reads them.
-
-        Examples:
-            >>> sorted(adalog.Preprocessing().to_json())
-            ['interpolation', 'mean', 'rescale', 'resize', 'size', 'std']
         """
         fields = dataclasses.asdict(self)
         return {name: value for name, value in fields.items() if name not in _LATER or value != _LATER[name]}
@@ -230,19 +222,16 @@ class Preprocessing:
                 f"a preprocessing has the fields {', '.join(sorted(names - _LATER.keys()))}, and may have "
                 f"{', '.join(sorted(_LATER))}"
             )
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
-        }
-        if values.get("fill") is None:
-            values.pop("fill", None)
-        for name in ("size", "resize", "mean", "std", "rescale", *(["fill"] if "fill" in values else [])):
-            single = name == "rescale" or (name == "resize" and not isinstance(values[name], tuple))
-            numbers = (values[name],) if single else values[name]
+        for name, value in fields.items():
+            if name in WORDS or (name == "fill" and value is None):
+                continue
+            single = name == "rescale" or (name == "resize" and not isinstance(value, (tuple, list)))
+            numbers = (value,) if single else value
             kinds = (int,) if name in ("size", "resize") else (int, float)
-            good = isinstance(numbers, tuple) and all(type(value) in kinds for value in numbers)
+            good = isinstance(numbers, (tuple, list)) and all(type(number) in kinds for number in numbers)
             if not good or not all(map(math.isfinite, numbers)):
-                raise ValueError(f"{name} = {fields[name]!r} is not made of finite numbers")
-        return Preprocessing(**values)
+                raise ValueError(f"{name} = {value!r} is not made of finite numbers")
+        return Preprocessing(**fields)
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Prepare an image.
@@ -303,16 +292,7 @@ class Preprocessing:
 
 
 # The fields that the first version lacked, with their defaults.
-_LATER: dict[str, Any] = {
-    field.name: field.default
-    for field in dataclasses.fields(Preprocessing)
-    if field.name in ("fit", "position", "fill", "channels")
-}
-
-
-def side_before_crop(side: int, crop_share: float) -> int:
-    """Return the `resize` at which a crop of `side` pixels is `crop_share` (timm's crop_pct) of the shorter side."""
-    return math.floor(side / crop_share)
+_LATER: dict[str, Any] = {name: getattr(Preprocessing, name) for name in ("fit", "position", "fill", "channels")}
 
 
 # --- many images -----------------------------------------------------------------------------------------------------
@@ -339,7 +319,6 @@ class ImageSet:
         return len(self.paths)
 
     def select(self, indices: Iterable[int]) -> "ImageSet":
-        """Return the images at these indices, in this order."""
         numbers = list(indices)
         labels = None if self.labels is None else tuple(self.labels[index] for index in numbers)
         return ImageSet(tuple(self.paths[index] for index in numbers), labels, self.classes)
@@ -388,22 +367,26 @@ def find_images(folder: str | Path) -> ImageSet:
     a folder without images, and for a wrong CSV file.
     """
     folder = Path(folder)
-    if folder.suffix.lower() == SUFFIX and folder.is_file():
-        return _in_shards(folder.parent, [folder])
     try:
-        files, folders = _list(folder)
-        tables = [name for name in files if Path(name).suffix.lower() == ".csv"]
-        if len(tables) > 1:
-            raise DataError(f"{folder} has {len(tables)} CSV files, {', '.join(tables)}: keep the one with the labels")
-        if tables:
-            return _read_table(folder, folder / tables[0])
-        flat = _images(files)
-        classes = {name: _images(_list(folder / name)[0]) for name in folders}
+        return _find_images(folder)
     except OSError as cause:
         raise DataError(f"{cause.filename or folder} cannot be read: {cause.strerror}; check the path") from cause
+
+
+def _find_images(folder: Path) -> ImageSet:
+    if folder.suffix.lower() == SUFFIX and folder.is_file():
+        return _in_shards(folder.parent, [folder])
+    files, folders = _list(folder)
+    tables = [name for name in files if Path(name).suffix.lower() == ".csv"]
+    if len(tables) > 1:
+        raise DataError(f"{folder} has {len(tables)} CSV files, {', '.join(tables)}: keep the one with the labels")
+    if tables:
+        return _read_table(folder, folder / tables[0])
+    flat = _images(files)
+    classes = {name: _images(_list(folder / name)[0]) for name in folders}
     empty = [name for name, images in classes.items() if not images]
     if flat and len(empty) == len(classes):
-        return ImageSet(tuple(folder / name for name in flat), _truth(folder, flat))
+        return ImageSet(tuple(folder / name for name in flat), find_labels(folder, flat))
     shards = [folder / name for name in files if Path(name).suffix.lower() == SUFFIX]
     if shards and len(empty) == len(classes):
         return _in_shards(folder, shards)
@@ -424,19 +407,12 @@ def find_images(folder: str | Path) -> ImageSet:
 
 
 def _in_shards(folder: Path, shards: Sequence[Path]) -> ImageSet:
-    """Return the images in the tar files of a folder."""
     images, labels = read_shards(shards, SUFFIXES)
     if not images:
         raise DataError(f"{shards[0]} has no images: give tar files with members such as KEY.jpg and KEY.cls")
-    labels_read = _truth(folder, [image.name for image in images]) if labels is None else tuple(labels)
-    return ImageSet(tuple(images), labels_read)
-
-
-def _truth(folder: Path, names: Sequence[str]) -> tuple[int, ...] | None:
-    try:
-        return find_labels(folder, names)
-    except OSError as cause:
-        raise DataError(f"{cause.filename or folder} cannot be read: {cause.strerror}; check the path") from cause
+    if labels is None:
+        return ImageSet(tuple(images), find_labels(folder, [image.name for image in images]))
+    return ImageSet(tuple(images), tuple(labels))
 
 
 def _without_detours(path: str | Path) -> Path:
@@ -504,7 +480,6 @@ def _images(names: Sequence[str]) -> list[str]:
 
 
 def _read_table(folder: Path, table: Path) -> ImageSet:
-    """Read the images and labels that a CSV file lists."""
     if not table.is_file():
         raise DataError(f"{table} is not a regular file: remove it")
     try:

@@ -1,7 +1,7 @@
 """Load models that timm, torchvision and transformers publish, with the preprocessing of their weights.
 
 adalog first looks for the weights on this machine. It starts a download only if the server responds, because the
-libraries repeat a hopeless request for a minute.
+libraries repeat a hopeless request for a minute. `classes` is the number of classes, or None for the model's own.
 """
 
 import difflib
@@ -26,10 +26,7 @@ _WEIGHTS = "the pretrained weights of "  # before a name
 
 
 def from_timm(name: str, pretrained: bool, classes: int | None = None) -> tuple[nn.Module, Preprocessing]:
-    """Load a model of timm by its name.
-
-    classes: the number of classes, or None for the model's own. Raises DataError.
-    """
+    """Load a model of timm by its name. Raises DataError."""
     timm = extra_module("timm", "timm")
     architecture = name.partition(".")[0]
     if not timm.is_model(architecture):
@@ -52,10 +49,7 @@ def from_timm(name: str, pretrained: bool, classes: int | None = None) -> tuple[
 
 
 def from_torchvision(name: str, pretrained: bool, classes: int | None = None) -> tuple[nn.Module, Preprocessing]:
-    """Load a model of torchvision by its name.
-
-    classes: the number of classes, or None for the model's own. Raises DataError.
-    """
+    """Load a model of torchvision by its name. Raises DataError."""
     models = extra_module("torchvision", "timm").models
     names = models.list_models(module=models)
     if name not in names:
@@ -76,10 +70,7 @@ def from_torchvision(name: str, pretrained: bool, classes: int | None = None) ->
 
 
 def from_hf(name: str, pretrained: bool, classes: int | None = None) -> tuple[nn.Module, Preprocessing]:
-    """Load a model of transformers from a folder, or from the hub by its ID.
-
-    classes: the number of classes, or None for the model's own. Raises DataError.
-    """
+    """Load a model of transformers from a folder, or from the hub by its ID. Raises DataError."""
     transformers = extra_module("transformers", "hf")
     folder = Path(name).expanduser()
     with refusal(f"hf:{name} cannot be found", "give a folder that save_pretrained wrote"):  # a name may be too long
@@ -92,7 +83,6 @@ def from_hf(name: str, pretrained: bool, classes: int | None = None) -> tuple[nn
         )
 
     def fetch(function: Callable[..., Any], **options: Any) -> Any:
-        """Read from this machine, or else download from the hub."""
         try:
             return function(str(folder), local_files_only=True, trust_remote_code=False, **options)
         except OSError:
@@ -169,7 +159,6 @@ def _unknown_model(package: str, name: str, known: Iterable[str]) -> DataError:
 
 
 def _cached_file(repository: str, names: Iterable[str]) -> str | None:
-    """Return the first of these files in the local cache of a hub repository, or None."""
     hub = extra_module("huggingface_hub", "hf")
     paths = (hub.try_to_load_from_cache(repository, name) for name in names)
     return next((path for path in paths if isinstance(path, str)), None)

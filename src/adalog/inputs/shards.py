@@ -30,7 +30,6 @@ class Member:
 
     @property
     def name(self) -> str:
-        """File name of the member, without folders."""
         return PurePosixPath(self.member).name
 
     @property
@@ -39,7 +38,6 @@ class Member:
         return self.archive.name, self.member
 
     def read(self) -> bytes:
-        """Read the bytes of the image. Raises OSError."""
         with self.archive.open("rb") as file:
             file.seek(self.start)
             return file.read(self.size)

@@ -6,6 +6,7 @@ therefore lets the processor prepare a few images, and compares the pixels of ev
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
@@ -16,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from adalog.errors import DataError, one_line
-from adalog.inputs.images import Channels, Fit, Interpolation, Position, Preprocessing, side_before_crop
+from adalog.inputs.images import Channels, Fit, Interpolation, Position, Preprocessing
 from adalog.inputs.refusals import shorten
 
 _WAY_OUT = "return (module, Preprocessing) from your own path.py:function"
@@ -48,11 +49,10 @@ def of_timm(name: str, settings: Mapping[str, Any]) -> Preprocessing:
             f"{name} prepares images by crop_mode {mode!r}, which Preprocessing does not support: {_WAY_OUT}"
         )
     mean, std = _three(settings["mean"]), _three(settings["std"])
-    size, sides = (height, width), (side_before_crop(height, share), side_before_crop(width, share))
+    size, sides = (height, width), (math.floor(height / share), math.floor(width / share))
     resize = sides[0] if mode == "center" and sides[0] == sides[1] else sides
-    fit: Any = (
-        "stretch" if isinstance(resize, int) else {"center": "cover", "squash": "stretch", "border": "contain"}[mode]
-    )
+    fits: dict[str, Fit] = {"center": "cover", "squash": "stretch", "border": "contain"}
+    fit: Fit = "stretch" if isinstance(resize, int) else fits[mode]
     # A crop_pct above 1 makes images smaller than the crop; torchvision fills what is missing with zeros.
     fill = (0.0,) * 3 if any(before < after for before, after in zip(sides, size, strict=True)) else None
     if mode == "border":
@@ -61,7 +61,6 @@ def of_timm(name: str, settings: Mapping[str, Any]) -> Preprocessing:
 
 
 def of_torchvision(transform: Any) -> Preprocessing:
-    """Convert the transform of torchvision's classification weights."""
     resize = transform.resize_size[0] if len(transform.resize_size) == 1 else pair(transform.resize_size)
     mean, std = _three(transform.mean), _three(transform.std)
     return Preprocessing(pair(transform.crop_size), resize, mean, std, transform.interpolation.value)
@@ -93,7 +92,6 @@ def of_processor(processor: Any) -> Preprocessing:
 
 
 def check_channels(name: str, channels: int) -> None:
-    """Raise DataError if the images of a model are not RGB."""
     if channels != 3:
         raise DataError(
             f"{name} takes images with {channels} channels, but adalog only loads models for 3: choose another"
@@ -107,7 +105,6 @@ def pair(side: int | Sequence[int]) -> tuple[int, int]:
 
 
 def _three(values: Any) -> tuple[float, float, float]:
-    """Return one number per channel from one number or three."""
     red, green, blue = (float(value) for value in (values if isinstance(values, Sequence) else [values] * 3))
     return red, green, blue
 
@@ -134,7 +131,6 @@ def _run(processor: Any, image: Image.Image) -> Tensor:
 
 
 def _agree(preprocessing: Preprocessing, image: Image.Image, pixels: Tensor) -> bool:
-    """Return True if a preprocessing gives these pixels (3, H, W) up to rounding."""
     levels = torch.tensor(preprocessing.std).view(3, 1, 1) / preprocessing.rescale
     return bool(((preprocessing(image) - pixels) * levels).abs().mean() < _TOLERANCE)
 
@@ -165,18 +161,11 @@ def _candidates(processor: Any, size: tuple[int, int]) -> Iterator[Preprocessing
             fills.insert(0, _three(field("background_color")))
         for fill in fills if geometry.fill else (None,):
             yield replace(
-                geometry,
-                mean=mean,
-                std=std,
-                interpolation=interpolation,
-                rescale=rescale,
-                fill=fill,
-                channels=order,
+                geometry, mean=mean, std=std, interpolation=interpolation, rescale=rescale, fill=fill, channels=order
             )
 
 
 def _interpolation(processor: Any) -> Interpolation:
-    """Return the interpolation of a processor. Raises DataError for one that Preprocessing lacks."""
     own = getattr(processor, "resample", None)
     number = Image.Resampling.BILINEAR.value if own is None else int(own)
     name = Image.Resampling(number).name.lower()
@@ -215,13 +204,11 @@ def _geometries(processor: Any, size: tuple[int, int]) -> Iterator[Preprocessing
 
 
 def _sizes(processor: Any, name: str) -> dict[str, int]:
-    """Return the sizes that a field of a processor sets, by name."""
     value = getattr(processor, name, None)
     return {} if value is None else {key: int(side) for key, side in dict(value).items() if side is not None}
 
 
 def _unsupported(processor: Any) -> DataError:
-    """Return the error for a processor whose pixels no preprocessing gives."""
     return DataError(
         f"{type(processor).__name__} prepares images by {_unusual(processor)} in a way that Preprocessing does not "
         f"support: {_WAY_OUT}"

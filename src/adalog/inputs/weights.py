@@ -190,17 +190,12 @@ def _state_dicts(content: Any, key: str = "", depth: int = _DEPTH) -> Iterator[t
 
 
 def _read(path: Path) -> Any:
-    """Read the content of a safetensors file or of a file that torch.save wrote."""
+    """Read the content of a safetensors file or of a file that torch.save wrote, without running code."""
     with refusal(f"{path} cannot be read", "give a file with weights"), path.open("rb") as file:
         start = file.read(9)
     if path.suffix == ".safetensors" or start[8:] == b"{":
         with refusal(f"{path} is not a complete safetensors file", "copy or save it again"):
             return load_file(path)
-    return _read_pickle(path)
-
-
-def _read_pickle(path: Path) -> Any:
-    """Read a file that torch.save wrote, without running code."""
     try:
         with refusal(f"{path} is neither safetensors nor a complete file of torch.save", "copy or save it again"):
             return torch.load(path, map_location="cpu", weights_only=True)

@@ -8,7 +8,7 @@ import inspect as signatures
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,11 +64,14 @@ def load_model(spec: str, *, pretrained: bool = True, checkpoint: Path | None = 
     torch's global generator. checkpoint: a file with weights to use instead, safetensors or a state dict that
     torch.load reads with weights_only=True. Raises DataError.
     """
-    with _own_randomness(seed), warnings.catch_warnings():
+    published = spec.partition(":")[0] in ("timm", "torchvision", "hf")
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        torch.default_generator.manual_seed(seed)
         warnings.simplefilter("ignore")  # warnings of other packages do not concern the user
         module, preprocessing = _build(spec, pretrained, checkpoint is None)
         if checkpoint is not None:
-            module = load_weights(module, checkpoint, spec, _rebuild(spec))
+            rebuild = (lambda classes: _build(spec, False, False, classes)[0]) if published else None
+            module = load_weights(module, checkpoint, spec, rebuild)
     module = float_module(module)
     weights = dict(module.named_parameters())
     for name, value in module.state_dict().items():
@@ -133,7 +136,6 @@ def _other_channels(loaded: LoadedModel) -> int:
 
 
 def _first_channels(module: nn.Module) -> int | None:
-    """Return the number of channels that the first convolution of a model reads."""
     return next((layer.in_channels for layer in module.modules() if isinstance(layer, nn.Conv2d)), None)
 
 
@@ -153,16 +155,7 @@ def is_model(text: str) -> bool:
     return text == "demo" or text.endswith(".py") or (":" in text and not exists)
 
 
-# --- from a name to a model -------------------------------------------------------------------------------------------
-
 _Built = tuple[nn.Module, Preprocessing | None]
-
-
-def _rebuild(spec: str) -> Callable[[int], nn.Module] | None:
-    """Return the function that builds a published model for a number of classes; None for other models."""
-    if spec.partition(":")[0] not in ("timm", "torchvision", "hf"):
-        return None
-    return lambda classes: _build(spec, False, False, classes)[0]
 
 
 def _build(spec: str, pretrained: bool, weights: bool, classes: int | None = None) -> _Built:
@@ -192,9 +185,6 @@ def _build(spec: str, pretrained: bool, weights: bool, classes: int | None = Non
     raise DataError(f"unknown model {spec!r}: give {KINDS}")
 
 
-# --- a function of the user's own -------------------------------------------------------------------------------------
-
-
 def _call(path: Path, function: str) -> _Built:
     """Run the user's own file, as `python path.py` would, and return the model that its function makes."""
     with refusal(f"{path} cannot be read", "give path.py:function"):
@@ -220,14 +210,6 @@ def _call(path: Path, function: str) -> _Built:
     raise DataError(
         f"{path}:{function} returns {type(result).__name__}: return a torch.nn.Module, or (module, Preprocessing)"
     )
-
-
-@contextmanager
-def _own_randomness(seed: int) -> Iterator[None]:
-    """Seed torch's CPU generator while the context is open, and restore its state afterwards."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
 
 
 @contextmanager
