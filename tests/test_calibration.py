@@ -26,7 +26,7 @@ def pyramid(m, x):
     """The head of a detector on maps of three sizes, with values that grow from one to the next."""
     maps = [m.stem(x), m.stem(F.avg_pool2d(x, 2)) * 3, m.stem(F.avg_pool2d(x, 4)) * 9]
     hidden = [m.shared(value).relu() for value in maps]
-    return [m.scores(value) for value in hidden], [m.boxes(value) for value in hidden]
+    return [*map(m.scores, hidden), *map(m.boxes, hidden)]
 
 
 def make_pyramid():
@@ -48,9 +48,12 @@ def once(m, x):
     return torch.cat(value.chunk(2, 0), 1).mean(1)
 
 
-def layers(function):
-    torch.manual_seed(0)
-    return Toy(function, inner=nn.Linear(3, 16), out=nn.Linear(16, 5)).eval()
+def quantized_in_calls(config):
+    """The programs of a model that calls its layers twice, and of one that calls them once on the same values."""
+    for function in (twice, once):
+        torch.manual_seed(0)
+        model = Toy(function, inner=nn.Linear(3, 16), out=nn.Linear(16, 5)).eval()
+        yield Calibration(model, IMAGES).quantize(config).program
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +72,6 @@ def test_calls_are_one_site(pyramid_calibration):
     found = census(pyramid_calibration.program, pyramid_calibration.sites, pyramid_calibration.pairs)
     assert [(row["site"], row["calls"]) for row in found["sites"]] == wanted
     assert found["convs"] == 4
-
-
-def test_what_calls_read_has_one_source(pyramid_calibration):
     kinds = {site.name: site.left_source.kind for site in pyramid_calibration.sites}
     assert kinds == {"stem": "other", "shared": "other", "scores": "relu", "boxes": "relu"}
     assert pyramid_calibration.sites[2].left_source.minimum == 0.0
@@ -88,10 +88,9 @@ def test_what_calls_read_has_one_source(pyramid_calibration):
 )
 def test_another_bias_or_geometry_is_another_site(function, fast):
     torch.manual_seed(0)
-    model = Toy(function, a=nn.Conv2d(3, 4, 2), b=nn.Conv2d(3, 4, 2)).eval()
-    pyramid_calibration = Calibration(model, IMAGES)
-    assert [len(site.calls) for site in pyramid_calibration.sites] == [1, 1]
-    assert len(pyramid_calibration.quantize(replace(fast, images=8)).program.weights) == 2
+    calibration = Calibration(Toy(function, a=nn.Conv2d(3, 4, 2), b=nn.Conv2d(3, 4, 2)).eval(), IMAGES)
+    assert [len(site.calls) for site in calibration.sites] == [1, 1]
+    assert len(calibration.quantize(replace(fast, images=8)).program.weights) == 2
 
 
 def test_a_range_holds_what_all_calls_read(pyramid_calibration):
@@ -108,21 +107,19 @@ def test_a_range_holds_what_all_calls_read(pyramid_calibration):
 
 
 def test_one_weight_and_one_quantizer_are_stored(pyramid_quantized):
-    program = pyramid_quantized.program
-    assert sorted(program.weights) == ["boxes.weight", "scores.weight", "shared.weight", "stem.weight"]
-    assert sorted(program.quantizers) == ["boxes.input", "scores.input", "shared.input", "stem.input"]
-    assert [row.site for row in pyramid_quantized.ledger] == ["stem", "shared", "scores", "boxes"]
+    program, names = pyramid_quantized.program, ["stem", "shared", "scores", "boxes"]
+    assert program.weights.keys() == {f"{name}.weight" for name in names}
+    assert program.quantizers.keys() == {f"{name}.input" for name in names}
+    assert [row.site for row in pyramid_quantized.ledger] == names
     assert pyramid_quantized.float_sites() == []
 
 
 def test_it_is_saved_and_runs_in_integers(pyramid_quantized):
     loaded = deserialise(serialise(pyramid_quantized))
-    wanted = [value for values in pyramid_quantized(IMAGES) for value in values]
-    assert all(torch.equal(a, b) for a, b in zip(wanted, [v for vs in loaded(IMAGES) for v in vs], strict=True))
+    wanted = pyramid_quantized(IMAGES)
+    assert all(map(torch.equal, wanted, loaded(IMAGES)))
     for executor in EXECUTORS:
-        compiled = loaded.compile(executor)
-        found = [value for values in compiled(IMAGES) for value in values]
-        for a, b in zip(wanted, found, strict=True):
+        for a, b in zip(wanted, loaded.compile(executor)(IMAGES), strict=True):
             assert float((a - b).abs().max()) < 1e-4 * float(a.abs().max())
     names = list(loaded.compile("reference").sites)
     assert names[0] == "stem"
@@ -144,29 +141,29 @@ def test_every_method_takes_layers_that_are_called_several_times(method, pyramid
     short = {Correction: {"images": 8}, Reconstruction: {"images": 8, "iterations": 4, "batch": 4}}
     stages = tuple(replace(stage, **short.get(type(stage), {})) for stage in config.stages)
     model = pyramid_calibration.quantize(replace(config, images=8, stages=stages))
-    wanted, found = make_pyramid()(IMAGES), model(IMAGES)
-    for a, b in zip((v for vs in wanted for v in vs), (v for vs in found for v in vs), strict=True):
+    for a, b in zip(make_pyramid()(IMAGES), model(IMAGES), strict=True):
         assert float((a - b).norm() / a.norm()) < 0.5
 
 
 # --- against the same values in one call ------------------------------------------------------------------------------
 
 
+# The probes of importance give two calls other random signs than one.
+ALIKE = Config(4, 4, 4, images=8, search=Search(importance=0.0), stages=())
+
+
 @pytest.mark.parametrize(
     "config",
     [
-        Config(4, 4, 4, images=8, stages=()),
+        ALIKE,
         replace(Config.preset("w4a4", "minmax"), images=8),
-        Config(4, 4, 4, images=8, stages=(Correction(images=8, coefficient=1.0, robust=False),)),
-        Config(4, 4, 4, images=8, stages=(Correction(importance=0.0),)),
+        replace(ALIKE, stages=(Correction(images=8, coefficient=1.0, robust=False),)),
+        replace(ALIKE, stages=(Correction(importance=0.0),)),
     ],
     ids=["search", "minmax", "fitted", "corrected"],
 )
 def test_two_calls_are_calibrated_as_one_on_both(config):
-    if isinstance(config.search, Search):  # the probes of importance give two calls other random signs than one
-        config = replace(config, search=replace(config.search, importance=0.0))
-    split = Calibration(layers(twice), IMAGES).quantize(config).program
-    joined = Calibration(layers(once), IMAGES).quantize(config).program
+    split, joined = quantized_in_calls(config)
     assert sorted(split.weights) == sorted(joined.weights) == ["inner.weight", "out.weight"]
     for name, weight in joined.weights.items():
         assert torch.equal(split.weights[name].codes, weight.codes)
@@ -180,8 +177,7 @@ def test_two_calls_are_calibrated_as_one_on_both(config):
 def test_calibrated_in_order_a_call_is_quantized_by_the_calls_up_to_it():
     """In the end the range is that of all calls; the first linear reads the same in any order."""
     config = replace(Config.preset("w4a4", "minmax"), images=8, search=RangeSearch(in_order=True))
-    split = Calibration(layers(twice), IMAGES).quantize(config).program
-    joined = Calibration(layers(once), IMAGES).quantize(config).program
+    split, joined = quantized_in_calls(config)
     torch.testing.assert_close(split.quantizers["inner.input"].scale, joined.quantizers["inner.input"].scale)
     ratio = float(split.quantizers["out.input"].scale / joined.quantizers["out.input"].scale)
     assert ratio == pytest.approx(1, abs=0.1)
@@ -190,8 +186,7 @@ def test_calibrated_in_order_a_call_is_quantized_by_the_calls_up_to_it():
 def test_squared_gradients_of_calls_weight_their_own_rows():
     """PTQ4ViT's search, whose errors are weighted, gives the same whether the rows come in one call or in two."""
     config = replace(Config.preset("w4a4", "ptq4vit"), images=8)
-    split = Calibration(layers(twice), IMAGES).quantize(config).program
-    joined = Calibration(layers(once), IMAGES).quantize(config).program
+    split, joined = quantized_in_calls(config)
     for name, weight in joined.weights.items():
         torch.testing.assert_close(split.weights[name].quantizer.scale, weight.quantizer.scale)
 
@@ -209,12 +204,11 @@ def test_a_block_that_runs_twice(stages, fast):
     torch.manual_seed(0)
     parts = {"embed": nn.Conv2d(3, 8, 4, 4), "norm": nn.LayerNorm(8), "inner": nn.Linear(8, 16)}
     model = Toy(recurrent, **parts, out=nn.Linear(16, 8), head=nn.Linear(8, 5)).eval()
-    pyramid_quantized = Calibration(model, IMAGES).quantize(replace(fast, images=8, stages=stages))
-    assert set(pyramid_quantized.refusals.values()) == {"not folded: inner is called several times"}
-    assert len(pyramid_quantized.program.weights) == 4
-    with torch.no_grad():
-        wanted = model(IMAGES)
-    assert float((pyramid_quantized(IMAGES) - wanted).norm() / wanted.norm()) < 0.3
+    quantized = Calibration(model, IMAGES).quantize(replace(fast, images=8, stages=stages))
+    assert set(quantized.refusals.values()) == {"not folded: inner is called several times"}
+    assert len(quantized.program.weights) == 4
+    wanted = model(IMAGES).detach()
+    assert float((quantized(IMAGES) - wanted).norm() / wanted.norm()) < 0.3
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -267,8 +261,7 @@ def test_squares_that_overflow_are_told_by_the_site(method, by_a_product):
 @pytest.mark.parametrize("factor", [1e10, 1e20, 1e25])
 def test_ranges_of_large_weights_do_not_overflow(factor):
     qmodel = adalog.quantize(enlarged(factor, False), TOKENS, tokens_config("w8a8", "minmax"))
-    with torch.no_grad():
-        wanted = enlarged(factor, False)(TOKENS).double()
+    wanted = enlarged(factor, False)(TOKENS).detach().double()
     assert float((qmodel(TOKENS) - wanted).norm() / wanted.norm()) < 0.05
     assert 25 < qmodel.ledger[1].sqnr < 60
 
@@ -301,37 +294,31 @@ def stacking(tiny, images):
     return calibration
 
 
-def test_groups_of_the_same_shapes_are_searched_together(stacking, calibration, fast):
-    stacks = [[group.name for group in stack] for stack in stacking._stacks(stacking.groups, fast)]
-    assert sorted(chain.from_iterable(stacks)) == sorted(group.name for group in stacking.groups)
-    assert ["blocks.0.mlp.fc2", "blocks.1.mlp.fc2"] in stacks
-    assert ["blocks.0.attn.qk", "blocks.1.attn.qk"] in stacks
-    assert max(map(len, stacks)) == 2
-    assert all(len(stack) == 1 for stack in calibration._stacks(calibration.groups, fast))
+def test_groups_of_the_same_shapes_are_searched_together(stacking, calibration, fast, monkeypatch):
+    """Pinned bits and little memory part a stack."""
 
+    def stacks(calibration, config=fast):
+        return [[group.name for group in stack] for stack in calibration._stacks(calibration.groups, config)]
 
-def test_pinned_bits_part_a_stack(stacking, fast):
-    pinned = replace(fast, pinned=(("blocks.1.mlp.fc2", 8),))
-    stacks = [[group.name for group in stack] for stack in stacking._stacks(stacking.groups, pinned)]
-    assert ["blocks.0.mlp.fc2"] in stacks
-    assert ["blocks.0.attn.qk", "blocks.1.attn.qk"] in stacks
-
-
-def test_little_memory_parts_a_stack(stacking, fast, monkeypatch):
+    both = stacks(stacking)
+    assert sorted(chain.from_iterable(both)) == sorted(group.name for group in stacking.groups)
+    assert ["blocks.0.mlp.fc2", "blocks.1.mlp.fc2"] in both
+    assert max(map(len, both)) == 2
+    pinned = stacks(stacking, replace(fast, pinned=(("blocks.1.mlp.fc2", 8),)))
+    assert ["blocks.0.mlp.fc2"] in pinned
+    assert all(["blocks.0.attn.qk", "blocks.1.attn.qk"] in each for each in (both, pinned))
+    assert max(map(len, stacks(calibration))) == 1
     monkeypatch.setattr(stacking, "_memory", 2)
-    assert all(len(stack) == 1 for stack in stacking._stacks(stacking.groups, fast))
+    assert max(map(len, stacks(stacking))) == 1
 
 
 @pytest.mark.parametrize("changes", [{}, {"search": Search(rounds=2)}, {"post_gelu": "log2"}], ids=str)
 def test_what_is_searched_together_is_as_good_as_alone(stacking, calibration, changes):
     config = Config(images=4, stages=(), **changes)
     alone, together = calibration.assign(config), stacking.assign(config)
-    off = []
-    for (group, one), (other_group, other) in zip(alone, together, strict=True):
-        assert group.name == other_group.name
-        assert type(one.left) is type(other.left)
-        assert (one.fold is None) == (other.fold is None)
-        off.append(other.sqnr - one.sqnr)
+    off = [other.sqnr - one.sqnr for (_, one), (_, other) in zip(alone, together, strict=True)]
+    kinds = [[(group.name, type(one.left), one.fold is None) for group, one in each] for each in (alone, together)]
+    assert kinds[0] == kinds[1]
     assert abs(sum(off)) / len(off) < 0.05
     assert min(off) > -0.5
     calibration.build_program(together, config)  # their quantizers have the shapes that a program takes

@@ -25,15 +25,19 @@ from strategies import normal
 from toys import Toy
 
 
+def captured(model, images):
+    """Return the program of a model, and the names of its sites' outputs."""
+    program = capture(model.eval(), (images,))
+    return program, {site.name: site.node.name for site in find_sites(program)}
+
+
 @pytest.fixture(scope="module")
 def network():
     torch.manual_seed(0)
     parts = {"first": nn.Linear(3, 5), "second": nn.Linear(5, 4)}
     images = normal(2 * BATCH + 3, 3)
-    model = Toy(lambda m, x: m.second(torch.tanh(m.first(x))) * 3, **parts).double().eval()
-    program = capture(model, (images,))
-    names = {site.name: site.node.name for site in find_sites(program)}
-    return model, images, program, names
+    model = Toy(lambda m, x: m.second(torch.tanh(m.first(x))) * 3, **parts).double()
+    return model, images, *captured(model, images)
 
 
 def scaled(value):
@@ -80,8 +84,7 @@ def test_large_images_run_one_at_a_time(network, monkeypatch):
     monkeypatch.setattr(type(program), "run", recorded)
     found = squared_gradients(program, (images,), names.values(), probes, means)
     assert sizes == [2, 1, 1] + [1] * len(images)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("memory", [1, 8_000, 100_000])
@@ -97,17 +100,15 @@ def test_a_program_in_stretches_has_the_same_gradients(memory):
 
     layers = {"first": nn.Linear(6, 12), "second": nn.Linear(6, 6), "third": nn.Linear(6, 6)}
     images = normal(40, 6)
-    program = capture(Toy(function, **layers).double(), images)
-    names = [node.name for node in program.nodes if node.op == "aten.linear.default"]
+    program, names = captured(Toy(function, **layers).double(), images)
 
     def squares(memory):
         probes = [hessian_probe(torch.Generator().manual_seed(seed)) for seed in (1, 2)]
-        return squared_gradients(program, (images,), names, probes, memory=memory)
+        return squared_gradients(program, (images,), names.values(), probes, memory=memory)
 
-    expected, found = squares(None), squares(memory)
-    assert found.keys() == expected.keys() == {*names}
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value)
+    expected = squares(None)
+    assert expected.keys() == {*names.values()}
+    torch.testing.assert_close(squares(memory), expected)
     traced = trace(program, (images,))
     ends = gradients._ends(program, traced, gradients._bytes_by_node(program, traced), memory)
     assert len(ends) > 1 or memory == 100_000
@@ -156,37 +157,26 @@ def test_other_outputs_have_plain_probes(probe):
 
 
 def test_what_no_gradient_reaches_has_ones():
-    parts = {"used": nn.Linear(3, 4), "unused": nn.Linear(3, 2)}
-    model = Toy(lambda m, x: (m.used(x), m.unused(x).argmax(-1)), **parts).eval()
-    program = capture(model, (torch.randn(5, 3),))
-    names = {site.name: site.node.name for site in find_sites(program)}
-    probes = [hessian_probe(torch.Generator())]
-    found = squared_gradients(program, (torch.randn(5, 3),), names.values(), probes)
+    parts, images = {"used": nn.Linear(3, 4), "unused": nn.Linear(3, 2)}, torch.randn(5, 3)
+    program, names = captured(Toy(lambda m, x: (m.used(x), m.unused(x).argmax(-1)), **parts), images)
+    found = squared_gradients(program, (images,), names.values(), [hessian_probe(torch.Generator())])
     assert bool((found[names["unused"]] == 1).all())
     assert float(found[names["used"]].mean()) == pytest.approx(1)
 
 
-class Turned(nn.Module):
-    """Images second, or their tokens one after the other with the images within."""
-
-    def __init__(self, within):
-        super().__init__()
-        self.first, self.second, self.within = nn.Linear(3, 4), nn.Linear(4, 2), within
-
-    def forward(self, x):
-        turned = x.transpose(0, 1)
-        turned = turned.reshape(-1, 3) if self.within else turned
-        y = torch.tanh(self.first(turned)).reshape(x.shape[1], x.shape[0], 4)
-        return self.second(y).transpose(0, 1).sum(1)
-
-
 @pytest.mark.parametrize("within", [False, True])
 def test_images_may_lie_along_any_dimension(within):
+    """Images second, or their tokens one after the other with the images within."""
+
+    def function(m, x):
+        turned = x.transpose(0, 1)
+        y = torch.tanh(m.first(turned.reshape(-1, 3) if within else turned)).reshape(x.shape[1], x.shape[0], 4)
+        return m.second(y).transpose(0, 1).sum(1)
+
     torch.manual_seed(0)
-    model, images = Turned(within).eval(), torch.randn(2 * BATCH + 1, 5, 3)
-    program = capture(model, (images,))
+    model, images = Toy(function, first=nn.Linear(3, 4), second=nn.Linear(4, 2)), torch.randn(2 * BATCH + 1, 5, 3)
+    program, names = captured(model, images)
     gradient = torch.randn(len(images), 2)
-    names = {site.name: site.node.name for site in find_sites(program)}
     found = squared_gradients(program, (images,), names.values(), [gradient_probe(gradient)])
     hidden = torch.tanh(model.first(images.transpose(0, 1))).detach()
     at_first = (gradient @ model.second.weight.detach()) * (1 - hidden.square())
@@ -195,9 +185,10 @@ def test_images_may_lie_along_any_dimension(within):
 
 
 def test_a_model_without_gradients_is_refused():
-    program = capture(Toy(lambda m, x: m.linear(x).argmax(-1), linear=nn.Linear(3, 4)).eval(), (torch.randn(2, 3),))
+    images = torch.randn(2, 3)
+    program, _ = captured(Toy(lambda m, x: m.linear(x).argmax(-1), linear=nn.Linear(3, 4)), images)
     with pytest.raises(CalibrationError, match="the model has no differentiable output"):
-        squared_gradients(program, (torch.randn(2, 3),), [], [hessian_probe(torch.Generator())])
+        squared_gradients(program, (images,), [], [hessian_probe(torch.Generator())])
 
 
 def test_gradients_that_are_no_numbers_stay_so():

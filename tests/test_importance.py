@@ -1,7 +1,5 @@
 """Importance of rows: systematic samples, the weights of a class token, and that a search counts rows by them."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +12,7 @@ from adalog.graph.capture import capture
 from adalog.graph.rewrite import group_sites
 from adalog.graph.sites import find_sites
 from strategies import normal
+from toys import Toy
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=60))
@@ -30,28 +29,21 @@ def test_equal_weights_keep_every_row():
     assert torch.equal(resample(torch.full((3, 7), 0.3)), torch.arange(7).expand(3, 7))
 
 
-class Tokens(nn.Module):
+def tokens_model(first):
     """A block whose head reads the first token only, as a class token, or the mean of all tokens."""
 
-    def __init__(self, first: bool):
-        super().__init__()
-        self.first = first
-        self.norm, self.inner, self.out, self.head = (
-            nn.LayerNorm(8),
-            nn.Linear(8, 16),
-            nn.Linear(16, 8),
-            nn.Linear(8, 5),
-        )
+    def function(m, x):
+        x = x + m.out(nn.functional.gelu(m.inner(m.norm(x))))
+        return m.head(x[:, 0] if first else x.mean(1))
 
-    def forward(self, x):
-        x = x + self.out(nn.functional.gelu(self.inner(self.norm(x))))
-        return self.head(x[:, 0] if self.first else x.mean(1))
+    torch.manual_seed(0)
+    parts = {"norm": nn.LayerNorm(8), "inner": nn.Linear(8, 16), "out": nn.Linear(16, 8), "head": nn.Linear(8, 5)}
+    return Toy(function, **parts).eval()
 
 
 def weights_of(first, power):
-    torch.manual_seed(0)
     images = normal(6, 10, 8, dtype=torch.float32)
-    program = capture(Tokens(first).eval(), (images,))
+    program = capture(tokens_model(first), (images,))
     sites = find_sites(program)
     found = row_weights(program, (images,), group_sites(sites, []), power, 0)
     return {site.name: found[site.node.name] for site in sites}
@@ -77,17 +69,14 @@ def test_averaged_tokens_count_about_alike_and_positions_the_same_in_all_images(
 
 def test_a_search_counts_the_rows_by_their_importance():
     """The class token's operand has a smaller error if the search counts what the head reads."""
-    torch.manual_seed(0)
     images = normal(16, 12, 8, dtype=torch.float32)
     images[:, 0] *= 4  # the class token has another range
-    calibration = Calibration(Tokens(True).eval(), images)
-    config = Config(weight_bits=3, activation_bits=3, images=16, fold_rows=10**9)
-    errors = {}
+    calibration, errors = Calibration(tokens_model(True), images), {}
+    norm = nn.functional.layer_norm(images, (8,))[:, 0]
     for importance in (0.0, 0.5):
-        (found,) = calibration.search(replace(config, search=Search(importance=importance)), ["inner"])
-        norm = nn.functional.layer_norm(images, (8,))[:, 0] @ torch.eye(8)
-        quantizer = found.assignment.left
-        errors[importance] = float((quantizer.fake_quantize(norm) - norm).square().mean())
-        rows = found.product.left.values.shape[0]
-        assert rows == 16 * 12  # as many rows as before
+        search = Search(importance=importance)
+        config = Config(weight_bits=3, activation_bits=3, images=16, fold_rows=10**9, search=search)
+        (found,) = calibration.search(config, ["inner"])
+        errors[importance] = float((found.assignment.left.fake_quantize(norm) - norm).square().mean())
+        assert len(found.product.left.values) == 16 * 12  # as many rows as before
     assert errors[0.5] <= errors[0.0] * 1.05

@@ -1,6 +1,7 @@
 """The judge: errors of outputs against a search for the best factor, and against networks that run whole."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +12,18 @@ from adalog import Calibration, Config, Search
 from adalog.calibration import judge
 from adalog.calibration.judge import logit_error, output_errors, relative_error
 from adalog.calibration.values import Values
+from adalog.graph.capture import capture
 from adalog.graph.rewrite import rewrite
 from strategies import normal
 from toys import Toy
 
 CONFIG = Config(weight_bits=3, activation_bits=3, softmax_bits=3, images=4, search=Search(rounds=1, steps=0))
+
+
+def both_of(model, images):
+    """The program of a model, and the quantized one."""
+    calibration = Calibration(model, images)
+    return calibration.program, rewrite(calibration.program, calibration.assign(CONFIG))
 
 
 def test_the_error_of_logits_is_the_divergence_at_the_best_factor():
@@ -72,9 +80,7 @@ def test_outputs_are_measured_over_the_first_images(head, most, monkeypatch):
     parts = {"norm": nn.LayerNorm(8), "one": nn.Linear(8, 8), "two": nn.Linear(8, 16), "three": nn.Linear(16, 8)}
     model = Toy(function, **parts, head=nn.Linear(8, 5)).eval()
     images, error = normal(8, 6, 8).float(), logit_error if head else relative_error
-    calibration = Calibration(model, images[:4])
-    program = calibration.program
-    quantized = rewrite(program, calibration.assign(CONFIG))
+    program, quantized = both_of(model, images[:4])
     wanted, values = (network.run([images])[:most].flatten(1) for network in (program, quantized))
     for batch in (2, 8):
         floats = Values(program, [images])
@@ -91,9 +97,7 @@ def test_images_need_not_be_the_first_dimension_of_an_output(count):
     """In batches, of which the last may be smaller; a single value per image is not a logit."""
     model = Toy(lambda m, x: (m.two(m.one(x)).transpose(0, 1), m.two(x)), one=nn.Linear(4, 4), two=nn.Linear(4, 1))
     images = normal(count, 4).float()
-    calibration = Calibration(model.eval(), images)
-    program = calibration.program
-    quantized = rewrite(program, calibration.assign(CONFIG))
+    program, quantized = both_of(model.eval(), images)
     floats = Values(program, [images])
     floats.batch = 3
     (errors,) = output_errors(program, floats, [quantized])
@@ -105,8 +109,8 @@ def test_images_need_not_be_the_first_dimension_of_an_output(count):
 
 def test_outputs_that_are_not_finite_have_an_infinite_error():
     model = Toy(lambda m, x: m.two(m.one(x)), one=nn.Linear(4, 4), two=nn.Linear(4, 3)).eval()
-    calibration = Calibration(model, normal(8, 4).float())
-    program, images = calibration.program, calibration.images
-    broken = Calibration(Toy(model.function, one=nn.Linear(4, 4), two=nn.Linear(4, 3)).eval(), images[0]).program
-    broken.tensors["one.weight"].fill_(math.inf)
-    assert output_errors(program, Values(program, images), [broken]) == [{"kl": math.inf}]
+    images = normal(8, 4).float()
+    program = capture(model, (images,))
+    infinite = torch.full_like(program.tensors["one.weight"], math.inf)
+    broken = replace(program, tensors=program.tensors | {"one.weight": infinite})
+    assert output_errors(program, Values(program, [images]), [broken]) == [{"kl": math.inf}]

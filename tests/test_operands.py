@@ -40,6 +40,12 @@ def calibration(activation, memory=1 << 30, **geometry):
 CONFIG = replace(Config.preset("w4a4"), images=COUNT, stages=())
 
 
+def second_of(calibration):
+    """The group of the second convolution, and its product in the first format."""
+    group = next(group for group in calibration.groups if group.name == "second")
+    return group, calibration._product(group, CONFIG, None, formats_of(group.first, CONFIG)[0])
+
+
 @pytest.mark.parametrize("activation", [torch.relu, nn.functional.gelu])
 def test_the_search_of_a_depthwise_convolution_makes_no_tensor_of_all_patches(activation, monkeypatch):
     """The largest tensors are the sums of values and squares in `OwnError`; all patches of one image are twice as many.
@@ -61,9 +67,8 @@ def test_the_search_of_a_depthwise_convolution_makes_no_tensor_of_all_patches(ac
 @pytest.mark.parametrize("geometry", [{}, {"groups": 4}, {"stride": 2, "padding": (2, 1)}, {"groups": CHANNELS}])
 def test_a_convolution_reads_every_nth_patch(geometry):
     """The patches and the mask of the padding, group by group, from those of all positions."""
-    some = calibration(nn.functional.gelu, padding=geometry.pop("padding", 1), **geometry)
-    group = next(each for each in some.groups if each.name == "second")
-    product = some._product(group, CONFIG, None, formats_of(group.first, CONFIG)[0])
+    some = calibration(nn.functional.gelu, **{"padding": 1} | geometry)
+    group, product = second_of(some)
     stride, padding, dilation, groups = conv_geometry(group.first.node)
     x = some.operand(group.first.left)
     rows = some._shared.rows(group, some._requests["second"].names, CONFIG)
@@ -78,9 +83,7 @@ def test_a_convolution_reads_every_nth_patch(geometry):
 
 
 def test_rows_are_taken_of_the_mask_too():
-    some = calibration(nn.functional.gelu, padding=1, groups=CHANNELS)
-    group = next(each for each in some.groups if each.name == "second")
-    left = some._product(group, CONFIG, None, formats_of(group.first, CONFIG)[0]).left
+    left = second_of(calibration(nn.functional.gelu, padding=1, groups=CHANNELS))[1].left
     rows = torch.tensor([0, 0, 3, 7])
     taken = with_rows(left, rows)
     assert torch.equal(taken.values, left.values[:, rows])

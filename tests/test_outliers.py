@@ -12,7 +12,7 @@ import zoo
 from adalog.calibration.outliers import even_out_values, find_values
 from adalog.graph.capture import capture
 from adalog.graph.sites import find_sites, with_heads
-from toys import TOKENS, decibels, tokens_config
+from toys import TOKENS, Toy, decibels, tokens_config
 
 CHANNEL = 13  # of V, in head 1
 
@@ -102,24 +102,19 @@ def test_a_planted_outlier_costs_no_accuracy(bits):
 
 
 def test_heads_that_share_keys_have_columns_of_the_same_channel():
-    class Grouped(nn.Module):
+    def grouped(m, x):
         """Four heads of queries on two heads of keys and values."""
+        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (m.q, m.k, m.v))
+        k, v = (value[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2) for value in (k, v))
+        return m.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.q, self.k, self.v, self.proj = nn.Linear(8, 16), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(16, 8)
-            with torch.no_grad():
-                self.v.weight[5] *= 64
-                self.v.bias[5] *= 64
-                self.proj.weight[:, [9, 13]] /= 64  # channel 1 of the second head of V, in two heads
-
-        def forward(self, x):
-            q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-            k, v = (value[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2) for value in (k, v))
-            return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-    program, sites, values = found(Grouped())
+    torch.manual_seed(0)
+    model = Toy(grouped, q=nn.Linear(8, 16), k=nn.Linear(8, 8), v=nn.Linear(8, 8), proj=nn.Linear(16, 8))
+    with torch.no_grad():
+        model.v.weight[5] *= 64
+        model.v.bias[5] *= 64
+        model.proj.weight[:, [9, 13]] /= 64  # channel 1 of the second head of V, in two heads
+    program, sites, values = found(model)
     assert len(values) == 1
     evened = even_out_values(program, sites, [TOKENS])
     moved = (evened.tensors["proj.weight"] != program.tensors["proj.weight"]).any(0).nonzero().flatten()

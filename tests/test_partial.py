@@ -7,7 +7,7 @@ import shutil
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -64,15 +64,16 @@ def seeded(tiniest, images):
     return [Calibration(tiniest, images, seed=seed) for seed in (0, 1)]
 
 
-def same(first, second):
+def assert_same(first, second):
     assert type(first) is type(second)
-    for name in first.__dataclass_fields__ if first is not None else ():
-        left, right = getattr(first, name), getattr(second, name)
-        if isinstance(left, torch.Tensor):
-            assert left.dtype == right.dtype
-            assert torch.equal(left, right)
-        else:
-            assert left == right
+    if isinstance(first, torch.Tensor):
+        assert first.dtype == second.dtype
+        assert torch.equal(first, second)
+    elif is_dataclass(first):
+        for field in fields(first):
+            assert_same(getattr(first, field.name), getattr(second, field.name))
+    else:
+        assert first == second
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -87,25 +88,18 @@ def test_what_is_found_reads_back_to_the_bit(tmp_path, dtype):
         SplitUniformQuantizer(scale[0], scale[1], 4, True),
         None,
     ]
-    written = Partial(tmp_path / "partial", "these")
     codes = torch.randint(0, 8, (3, 21), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     rights = [quantizers[0], QuantizedTensor(codes, quantizers[1]), None] * 2
     folds = [None, None, Fold(torch.rand(4, dtype=dtype), torch.randn(4, dtype=dtype)), None, None, None]
     biases = [None, torch.tensor([0.1, -1e-30, 3e7])] * 3
-    for index, (*each, bias) in enumerate(zip(quantizers, rights, folds, biases, strict=True)):
-        written.add(f"site{index}", Assignment(*each, 1 / 3 + index, bias=bias))
+    parts = zip(quantizers, rights, folds, biases, strict=True)
+    assignments = {f"site{i}": Assignment(*each, 1 / 3 + i, bias) for i, (*each, bias) in enumerate(parts)}
+    written = Partial(tmp_path / "partial", "these")
+    for name, assignment in assignments.items():
+        written.add(name, assignment)
     read = Partial(tmp_path / "partial", "these")
-    for index, (quantizer, right, fold, bias) in enumerate(zip(quantizers, rights, folds, biases, strict=True)):
-        found = read.get(f"site{index}")
-        assert found.bias is bias is None or torch.equal(found.bias, bias)
-        same(found.left, quantizer)
-        same(found.fold, fold)
-        assert found.sqnr == 1 / 3 + index
-        if isinstance(right, QuantizedTensor):
-            assert torch.equal(found.right.codes, right.codes)
-            same(found.right.quantizer, right.quantizer)
-        else:
-            same(found.right, right)
+    for name, assignment in assignments.items():
+        assert_same(read.get(name), assignment)
     assert read.get("another") is None
 
 
@@ -125,24 +119,6 @@ def test_a_line_that_was_cut_off_is_searched_again(tmp_path):
         assert Partial(path, "these").get("third").sqnr == 2.0
 
 
-def test_searches_of_something_else_are_refused_and_kept(tmp_path):
-    path = tmp_path / "partial"
-    Partial(path, "these").add("site", Assignment(None, None, None, 1.0))
-    before = path.read_bytes()
-    with pytest.raises(DataError, match="another model, other images or other choices"):
-        Partial(path, "others")
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("content", [b'{"my": "only copy"}', b'{"searches": "others"}\n{"name": "cut'])
-def test_another_file_is_not_touched(tmp_path, content):
-    path = tmp_path / "partial"
-    path.write_bytes(content)
-    with pytest.raises(DataError):
-        Partial(path, "these")
-    assert path.read_bytes() == content
-
-
 UNIFORM = {"dtype": "float32", "kind": "uniform", "bits": 4, "shape": [1], "scale": [1.0], "zero_point": [0]}
 
 
@@ -152,9 +128,20 @@ def line(**changes):
     return b'{"searches": "these"}\n' + json.dumps(fields).encode() + b"\n"
 
 
-def test_a_line_as_it_is_is_read(tmp_path):
-    (tmp_path / "partial").write_bytes(line())
-    assert Partial(tmp_path / "partial", "these").get("a").left.bits == 4
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (line(), "another model, other images or other choices"),
+        (b'{"my": "only copy"}', ""),
+        (b'{"searches": "more"}\n{"name": "cut', ""),
+    ],
+)
+def test_another_file_is_refused_and_kept(tmp_path, content, words):
+    path = tmp_path / "partial"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        Partial(path, "others")
+    assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize(
@@ -176,6 +163,8 @@ def test_a_line_as_it_is_is_read(tmp_path):
 )
 def test_a_damaged_file_is_refused(tmp_path, content):
     path = tmp_path / "partial"
+    path.write_bytes(line())
+    assert Partial(path, "these").get("a").left.bits == 4
     path.write_bytes(content)
     with pytest.raises(DataError, match="remove it"):
         Partial(path, "these")
@@ -239,7 +228,7 @@ def stop_after_the_first(done, total, site):
 
 
 @pytest.mark.parametrize("method", ["adalog", "ptq4vit", "apq-vit", "evol-q"])
-def test_another_seed_is_another_calibration(tmp_path, seeded, method):
+def test_another_seed_or_refinement_is_another_calibration(tmp_path, seeded, method):
     """Its images may be the same: random gradients, and what refines blocks or weights, are drawn from the seed too."""
     path, config = tmp_path / "partial", brief(method)
     with pytest.raises(StopHere):
@@ -248,20 +237,14 @@ def test_another_seed_is_another_calibration(tmp_path, seeded, method):
     assert len(before.splitlines()) == 2
     with pytest.raises(DataError, match="holds searches of another"):
         seeded[1].assign(config, Resources(partial=path))
-    with pytest.raises(StopHere):  # the seed that it was made with still reads it
-        seeded[0].assign(config, Resources(partial=path, progress=stop_after_the_first))
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("method", ["apq-vit", "evol-q"])
-def test_other_refinements_are_another_calibration(tmp_path, seeded, method):
-    path, config = tmp_path / "partial", brief(method)
-    with pytest.raises(StopHere):
-        seeded[0].assign(config, Resources(partial=path, progress=stop_after_the_first))
-    for other in (replace(config, stages=(replace(config.stages[0], **{field: 2}),)) for field in REFINED[method]):
+    for field in REFINED.get(method, ()):
+        other = replace(config, stages=(replace(config.stages[0], **{field: 2}),))
         assert other != config
         with pytest.raises(DataError, match="holds searches of another"):
             seeded[0].assign(other, Resources(partial=path))
+    with pytest.raises(StopHere):  # the seed and choices that it was made with still read it
+        seeded[0].assign(config, Resources(partial=path, progress=stop_after_the_first))
+    assert path.read_bytes() == before
 
 
 def quantize_all(out, partial=None):

@@ -21,6 +21,13 @@ pytest.importorskip("timm")
 pytest.importorskip("torchvision")
 transformers = pytest.importorskip("transformers")
 
+
+def assert_has(loaded, state):
+    """The model has all of these weights."""
+    own = loaded.module.state_dict()
+    assert all(torch.equal(own[name], value) for name, value in state.items())
+
+
 # --- downloads -------------------------------------------------------------------------------------------------------
 
 
@@ -47,15 +54,16 @@ def test_timm_weights_out_of_reach(hub, spec):
     assert message.endswith("; give --checkpoint FILE, or --no-pretrained for random weights")
 
 
-def test_timm_weights_of_the_cache_need_no_network(hub):
-    module = load_model(TINY, pretrained=False, seed=3).module
+def test_timm_weights_of_a_file_or_of_the_cache_need_no_network(hub, tmp_path):
+    state = load_model(TINY, pretrained=False, seed=3).module.state_dict()
     folder = hub / "models--timm--test_vit.r160_in1k"
+    save_file(state, tmp_path / "w.safetensors")
+    assert_has(load_model(TINY, checkpoint=tmp_path / "w.safetensors"), state)
     (folder / "snapshots" / "0").mkdir(parents=True)
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("0")
-    save_file(module.state_dict(), folder / "snapshots" / "0" / "model.safetensors")
-    found = load_model(TINY).module.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in module.state_dict().items())
+    save_file(state, folder / "snapshots" / "0" / "model.safetensors")
+    assert_has(load_model(TINY), state)
 
 
 def test_hf_out_of_reach(hub):
@@ -119,41 +127,25 @@ def test_hf_half_weights_become_float(saved):
     assert not torch.equal(module.classifier.weight, whole)
 
 
+STATISTICS = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+OLD = {"size": 40, "crop_size": 32, "do_center_crop": True, "resample": 1, "rescale_factor": 0.5}
+DEIT = {"size": {"height": 36, "width": 36}, "crop_size": {"height": 32, "width": 32}, "resample": 0}
+
+
 @pytest.mark.parametrize(
     ("stored", "expected"),
     [
         (
-            {
-                "image_processor_type": "ViTImageProcessor",
-                "size": {"height": 48, "width": 40},
-                "image_mean": [0.1, 0.2, 0.3],
-                "image_std": [0.4, 0.5, 0.6],
-                "resample": 3,
-            },
+            {"image_processor_type": "ViTImageProcessor", "size": {"height": 48, "width": 40}, "resample": 3}
+            | STATISTICS,
             Preprocessing((48, 40), (48, 40), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic"),
         ),
         (  # of an old release, whose sizes were plain numbers
-            {
-                "feature_extractor_type": "CLIPFeatureExtractor",
-                "size": 40,
-                "crop_size": 32,
-                "do_center_crop": True,
-                "image_mean": [0.1, 0.2, 0.3],
-                "image_std": [0.4, 0.5, 0.6],
-                "resample": 1,
-                "rescale_factor": 0.5,
-            },
+            {"feature_extractor_type": "CLIPFeatureExtractor"} | OLD | STATISTICS,
             Preprocessing((32, 32), 40, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "lanczos", 0.5, position="center-floor"),
         ),
         (
-            {
-                "image_processor_type": "DeiTImageProcessor",
-                "size": {"height": 36, "width": 36},
-                "crop_size": {"height": 32, "width": 32},
-                "do_normalize": False,
-                "do_rescale": False,
-                "resample": 0,
-            },
+            {"image_processor_type": "DeiTImageProcessor", "do_normalize": False, "do_rescale": False} | DEIT,
             Preprocessing((32, 32), (36, 36), (0.0,) * 3, (1.0,) * 3, "nearest", 1.0),
         ),
     ],
@@ -272,10 +264,7 @@ def prefixed(state, prefix):
         # of other tools
         ("w.pth", lambda state: prefixed(state, "_orig_mod.")),
         ("w.pth", lambda state: prefixed(state, "module._orig_mod.")),
-        (
-            "w.pth",
-            lambda state: {"state_dict": prefixed(state, "model."), "epoch": 1, "callbacks": {"best": torch.ones(1)}},
-        ),
+        ("w.pth", lambda state: {"state_dict": prefixed(state, "model."), "callbacks": {"best": torch.ones(1)}}),
         ("w.pth", lambda state: {"state_dict": {**prefixed(state, "net.vit."), "criterion.weight": torch.ones(10)}}),
         ("w.pth", lambda state: prefixed(state, "backbone.")),
         ("w.pth", lambda state: prefixed(state, "base_model.model.")),
@@ -291,9 +280,9 @@ def prefixed(state, prefix):
 def test_checkpoints(tmp_path, weights, name, wrap):
     save = torch.save if name.startswith("w.pt") else save_file
     save(wrap(weights), tmp_path / name)
-    found = load_model("demo", checkpoint=tmp_path / name).module.state_dict()
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[key], value) for key, value in weights.items())
+    loaded = load_model("demo", checkpoint=tmp_path / name)
+    assert loaded.module.state_dict().keys() == weights.keys()
+    assert_has(loaded, weights)
 
 
 def test_counters_of_batches_that_old_files_lack(tmp_path):
@@ -317,23 +306,14 @@ def test_a_fine_tuned_checkpoint_has_its_own_number_of_classes(tmp_path, prefix)
 
 def test_a_fine_tuned_checkpoint_of_transformers(saved, tmp_path):
     folder, _ = saved
-    state = load_file(folder / "model.safetensors")
+    state, file = load_file(folder / "model.safetensors"), tmp_path / "w.safetensors"
     state |= {"classifier.weight": torch.randn(4, 48), "classifier.bias": torch.randn(4)}
-    save_file(state, tmp_path / "w.safetensors")
-    module = load_model(f"hf:{folder}", checkpoint=tmp_path / "w.safetensors").module
+    save_file(state, file)
+    module = load_model(f"hf:{folder}", checkpoint=file).module
     assert torch.equal(module.classifier.weight, state["classifier.weight"])
     state["classifier.weight"] = state["classifier.weight"].to(torch.int8)
-    save_file(state, tmp_path / "w.safetensors")
-    assert "codes of another tool classifier.weight of torch.int8" in refused(
-        f"hf:{folder}", checkpoint=tmp_path / "w.safetensors"
-    )
-
-
-def test_a_checkpoint_needs_no_download(hub, tmp_path):
-    state = load_model(TINY, pretrained=False, seed=3).module.state_dict()
-    save_file(state, tmp_path / "w.safetensors")
-    found = load_model(TINY, checkpoint=tmp_path / "w.safetensors").module.state_dict()
-    assert all(torch.equal(found[key], value) for key, value in state.items())
+    save_file(state, file)
+    assert "codes of another tool classifier.weight of torch.int8" in refused(f"hf:{folder}", checkpoint=file)
 
 
 def test_a_checkpoint_for_a_config(saved, tmp_path):
@@ -347,24 +327,20 @@ def test_a_checkpoint_for_a_config(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("name", "value", "told"),
     [
-        (lambda state: state.pop("classifier.bias"), "missing classifier.bias; use"),
-        (lambda state: state.update(extra=torch.ones(2)), "unexpected extra; use"),
-        (
-            lambda state: state.update({"classifier.bias": torch.ones(3)}),
-            "wrong shape classifier.bias [3] instead of [10]; use",
-        ),
-        (lambda state: state.update({"classifier.bias": torch.full((10,), torch.nan)}), "classifier.bias contains NaN"),
+        ("classifier.bias", None, "missing classifier.bias; use"),
+        ("extra", torch.ones(2), "unexpected extra; use"),
+        ("classifier.bias", torch.ones(3), "wrong shape classifier.bias [3] instead of [10]; use"),
+        ("classifier.bias", torch.full((10,), torch.nan), "classifier.bias contains NaN"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_a_config(saved, tmp_path, change, told):
+def test_a_checkpoint_that_does_not_fit_a_config(saved, tmp_path, name, value, told):
     folder, _ = saved
-    state = load_file(folder / "model.safetensors")
-    change(state)
-    save_file(state, tmp_path / "w.safetensors")
-    message = refused(f"hf:{folder}", checkpoint=tmp_path / "w.safetensors")
-    assert message.startswith(f"{tmp_path / 'w.safetensors'}")
+    state, file = load_file(folder / "model.safetensors") | {name: value}, tmp_path / "w.safetensors"
+    save_file({name: value for name, value in state.items() if value is not None}, file)
+    message = refused(f"hf:{folder}", checkpoint=file)
+    assert message.startswith(str(file))
     assert told in message
 
 
@@ -379,8 +355,7 @@ def test_timm_renames_older_weights(tmp_path):
         name = key.replace(f"layers.{stage}.down", f"layers.{int(stage) - 1}.down") if "downsample" in key else key
         older[name.replace("head.fc.", "head.")] = value
     torch.save({"model": older}, tmp_path / "swin.pth")
-    found = load_model(spec, checkpoint=tmp_path / "swin.pth").module.state_dict()
-    assert all(torch.equal(found[key], value) for key, value in state.items())
+    assert_has(load_model(spec, checkpoint=tmp_path / "swin.pth"), state)
     del older["norm.weight"]
     torch.save({"model": older}, tmp_path / "swin.pth")
     assert "missing norm.weight; use" in refused(spec, checkpoint=tmp_path / "swin.pth")
@@ -394,71 +369,81 @@ class Evil:
         return (os.mkdir, (str(self.marker),))
 
 
-def half_a_file(path, state):
-    torch.save(state, path)
+def half_a_file(path):
+    torch.save({"weight": torch.ones(1000)}, path)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda path, state: None, "cannot be read: No such file or directory"),
-        (lambda path, state: path.mkdir(), "cannot be read: Is a directory"),
-        (lambda path, state: path.write_bytes(b""), "is neither safetensors nor a complete file of torch.save"),
-        (lambda path, state: path.write_bytes(b"<html>" * 9), "is damaged, or contains more than tensors"),
-        (lambda path, state: path.write_bytes(b"\x10\0\0\0\0\0\0\0{}"), "is not a complete safetensors file"),
+        (lambda path: None, "cannot be read: No such file or directory"),
+        (lambda path: path.mkdir(), "cannot be read: Is a directory"),
+        (lambda path: path.write_bytes(b""), "is neither safetensors nor a complete file of torch.save"),
+        (lambda path: path.write_bytes(b"<html>" * 9), "is damaged, or contains more than tensors"),
+        (lambda path: path.write_bytes(b"\x10\0\0\0\0\0\0\0{}"), "is not a complete safetensors file"),
         (half_a_file, "is neither safetensors nor a complete file of torch.save"),
+    ],
+)
+def test_files_that_cannot_be_read_are_refused(tmp_path, make, told):
+    file = tmp_path / "weights"
+    make(file)
+    assert refused("demo", checkpoint=file).startswith(f"{file} {told}")
+
+
+def changed(name, change):
+    """A function that changes one tensor of a state dict."""
+    return lambda state: {**state, name: change(state.get(name))}
+
+
+def without(state, count):
+    """All tensors but the first ones."""
+    return dict(list(state.items())[count:])
+
+
+@pytest.mark.parametrize(
+    ("save", "change", "told"),
+    [
         (
-            lambda path, state: torch.save(DemoViT(32, 1, 2), path),
+            torch.save,
+            lambda _: DemoViT(32, 1, 2),
             "contains adalog.inputs.demo.model.DemoViT, which adalog does not load",
         ),
-        (lambda path, state: torch.save([1, 2], path), "contains no named tensors"),
-        (lambda path, state: torch.save({"model": {"epoch": 1}}, path), "contains no named tensors"),
+        (torch.save, lambda _: [1, 2], "contains no named tensors"),
+        (torch.save, lambda _: {"model": {"epoch": 1}}, "contains no named tensors"),
         (
-            lambda path, state: torch.save({"student": state, "teacher": state}, path),
+            *(torch.save, lambda state: {"student": state, "teacher": state}),
             "has weights of demo under student, teacher: save only",
         ),
         (
-            lambda path, state: torch.save(prefixed(state, "a.") | prefixed(state, "b."), path),
+            *(torch.save, lambda state: prefixed(state, "a.") | prefixed(state, "b.")),
             "has weights of demo under a, b: save only those that you want to use",
         ),
         (
-            lambda path, state: torch.save({"model_ema": prefixed(dict(list(state.items())[1:]), "module.")}, path),
+            *(torch.save, lambda state: {"model_ema": prefixed(without(state, 1), "module.")}),
             "does not fit demo: missing pos_embed; use the weights of this model, or give the model of these",
         ),
         (
-            lambda path, state: save_file({key: state[key] for key in list(state)[5:]}, path),
+            *(save_file, lambda state: without(state, 5)),
             "does not fit demo: missing pos_embed, patch_embed.conv1.weight, patch_embed.conv1.bias and 2 more; use",
         ),
+        (save_file, changed("extra", lambda _: torch.ones(1)), "does not fit demo: unexpected extra; use"),
         (
-            lambda path, state: save_file({**state, "extra": torch.ones(1)}, path),
-            "does not fit demo: unexpected extra; use",
-        ),
-        (
-            lambda path, state: save_file({**state, "head.weight": torch.ones(5, 192)}, path),
+            *(save_file, changed("head.weight", lambda _: torch.ones(5, 192))),
             "does not fit demo: wrong shape head.weight [5, 192] instead of [10, 192]; use",
         ),
         (
-            lambda path, state: torch.save({**state, "head.weight": (100 * state["head.weight"]).to(torch.int8)}, path),
+            *(torch.save, changed("head.weight", lambda value: (100 * value).to(torch.int8))),
             "codes of another tool head.weight of torch.int8 instead of torch.float32; use",
         ),
-        (
-            lambda path, state: torch.save({**state, "head.weight": state["head.weight"].to(torch.int64)}, path),
-            "codes of another tool head.weight of torch.int64",
-        ),
-        (
-            lambda path, state: save_file({**state, "head.bias": torch.full((10,), torch.nan)}, path),
-            "tensor head.bias contains NaN",
-        ),
-        (
-            lambda path, state: torch.save({**state, "head.weight": -state["head.weight"].abs() / 0}, path),
-            "head.weight contains infinite values",
-        ),
+        (torch.save, changed("head.weight", torch.Tensor.long), "codes of another tool head.weight of torch.int64"),
+        (save_file, changed("head.bias", lambda value: value + torch.nan), "tensor head.bias contains NaN"),
+        (torch.save, changed("head.weight", lambda value: -value.abs() / 0), "head.weight contains infinite values"),
     ],
 )
-def test_checkpoints_that_are_refused(tmp_path, weights, make, told):
+def test_weights_that_do_not_fit_are_refused(tmp_path, weights, save, change, told):
     file = tmp_path / "weights"
-    make(file, weights)
+    save(change(weights), file)
     message = refused("demo", checkpoint=file)
     assert message.startswith(str(file))
     assert told in message
@@ -486,8 +471,7 @@ def test_the_cache_of_torchvision_runs_no_code(cached_swin, tmp_path):
 def test_torchvision_weights_of_the_cache(cached_swin):
     module = load_model("torchvision:swin_t", pretrained=False, seed=3).module
     torch.save(module.state_dict(), cached_swin)
-    found = load_model("torchvision:swin_t").module.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in module.state_dict().items())
+    assert_has(load_model("torchvision:swin_t"), module.state_dict())
 
 
 @pytest.mark.parametrize("zipped", [True, False])

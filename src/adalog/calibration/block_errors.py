@@ -141,9 +141,8 @@ def pick(values: Values, chunk: Chunk, numbers: Tensor) -> Chunk:
     """Return the values of a chunk of all images for the selected images."""
     if len(numbers) == values.count:
         return dict(chunk)
-    axes = {name: values.axes.get(name) for name in chunk}
     return {
-        name: value if (axis := axes[name]) is None else value.index_select(axis[0], places(axis, numbers))
+        name: value if (axis := values.axes.get(name)) is None else value.index_select(axis[0], places(axis, numbers))
         for name, value in chunk.items()
     }
 

@@ -13,22 +13,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from adalog.calibration import operands
 from adalog.calibration.judge import output_errors
 from adalog.calibration.observe import Observations
-from adalog.calibration.operands import (
-    check_pinned,
-    check_squares,
-    choices_of,
-    formats_of,
-    in_format,
-    join,
-    operands_of,
-    pin_owners,
-    rarely_uniform,
-    request_of,
-    why_unfolded,
-    with_rows,
-)
 from adalog.calibration.outliers import even_out_values
 from adalog.calibration.partial import Partial, assignment_json, fingerprint
 from adalog.calibration.schedule import SERIAL, Resources, run_searches, units_of_work
@@ -65,7 +52,7 @@ class SearchResult:
     Args:
         group: The sites that were searched together.
         product: The operands of the search.
-        assignment: The quantizers that were found.
+        assignment: The best quantizers.
         seconds: CPU time of the search in its thread, even if it was made earlier for other choices that share it.
     """
 
@@ -80,21 +67,16 @@ class SearchResult:
         return self.group.sites
 
     def mean_square_error(self) -> float:
-        """Return the mean squared error over all elements of the product's output.
-
-        Returns:
-            The mean squared error.
-        """
+        """Return the mean squared error over all elements of the product's output."""
         left, right = self.product.left, self.product.right
         noise = self.product.output_power(self.assignment.left, self.assignment.right)[1]
         return noise / (left.values[..., 0].numel() * right.values.shape[-2])
 
 
 def _alone(method: F) -> F:
-    """Wrap a method of `Calibration` so that it runs without gradients, outside inference mode, and without TF32.
+    """Let a method of `Calibration` run without gradients and TF32, and outside inference mode, in any thread.
 
-    Stages take gradients through the results, which tensors of inference mode do not allow. Each thread has its own
-    settings of this kind.
+    Stages take gradients through the results, which tensors of inference mode do not allow.
     """
 
     @functools.wraps(method)
@@ -172,12 +154,11 @@ class Calibration:
         self._memory = memory = default_memory(self.images[0].device) if memory is None else memory
         self._one_by_one = not waits_for_launches(self.images[0].device)
         self._shapes = trace(self.program, self.images)
-        self._requests = {
-            group.name: request_of(self.program, group, self.sites, self._shapes) for group in self.groups
-        }
+        requests = (operands.request_of(self.program, group, self.sites, self._shapes) for group in self.groups)
+        self._requests = {request.site: request for request in requests}
         self._observed = Observations(self.program, self.images, self._requests.values(), memory // 2)
         head = frozenset(self._blocks[-1].nodes)
-        self._unfolded = functools.partial(why_unfolded, sites=self.sites, shapes=self._shapes, head=head)
+        self._unfolded = functools.partial(operands.why_unfolded, sites=self.sites, shapes=self._shapes, head=head)
         self._shared = ProductFields(
             self.program, self.images, self.groups, self._blocks, self._observed, seed, self._unfolded, memory // 2
         )
@@ -185,13 +166,7 @@ class Calibration:
         self._assigned: dict[Any, Assignment] = {}  # results of whole searches, including those of other ranks
         self._seconds: dict[Any, float] = {}
 
-    def quantize(
-        self,
-        config: Config,
-        resources: Resources = SERIAL,
-        *,
-        start: Assigned = (),
-    ) -> QuantizedModel:
+    def quantize(self, config: Config, resources: Resources = SERIAL, *, start: Assigned = ()) -> QuantizedModel:
         """Quantize the model with these choices.
 
         Args:
@@ -213,13 +188,9 @@ class Calibration:
 
     @_alone
     def assign(
-        self,
-        config: Config,
-        resources: Resources = SERIAL,
-        *,
-        start: Assigned = (),
+        self, config: Config, resources: Resources = SERIAL, *, start: Assigned = ()
     ) -> list[tuple[SiteGroup, Assignment]]:
-        """Search the quantizers of every group of sites, and run the stages.
+        """Search the quantizers of every group of sites, and run the stages; errors are those of `quantize`.
 
         Args:
             config: As in `quantize`.
@@ -228,27 +199,23 @@ class Calibration:
 
         Returns:
             Each group with its assignment, in order of execution.
-
-        Raises:
-            CalibrationError: As in `quantize`.
-            ValueError: As in `quantize`.
         """
-        check_pinned(config, self.sites)
+        operands.check_pinned(config, self.sites)
         check_images(config, self.unlabelled)
         self._shared.prepare(config)
         starts = _starts(start, self.groups)
         path, rank = resources.partial, resources.ranks.rank
-        file = None if path is None else Partial(Path(path), self.fingerprint(config, starts), rank)
+        partial = None if path is None else Partial(Path(path), self.fingerprint(config, starts), rank)
         keys = {group.name: self._key(group, config) for group in self.groups if not starts}
 
         def search(groups: Sequence[SiteGroup]) -> list[Assignment]:
             start = starts.get(groups[0].name)
             return [result.assignment for result in self._search_together(groups, config, start)]
 
-        reads = {
-            name: request.scratch // self._observed.stride(request.names) for name, request in self._requests.items()
+        work = {
+            name: units_of_work(request.scratch // self._observed.stride(request.names))
+            for name, request in self._requests.items()
         }
-        work = {name: units_of_work(size) for name, size in reads.items()}
         assignments = run_searches(
             [[[group] for group in split] if starts else self._stacks(split, config) for split in self._splits()],
             search,
@@ -258,7 +225,7 @@ class Calibration:
             work_of=work,
             memory=self._memory // 2,
             device=self.images[0].device,
-            partial=file,
+            partial=partial,
         )
         self._assigned |= {key: assignments[name] for name, key in keys.items()}
         assigned = [(group, assignments[group.name]) for group in self.groups]
@@ -270,13 +237,11 @@ class Calibration:
                 self.unlabelled,
                 assigned,
                 self._shared,
-                lambda group, assignment: self.product(group, assignment, config).assign(
-                    assignment.left, assignment.right
-                ),
+                lambda group, each: self.product(group, each, config).assign(each.left, each.right),
                 resources,
                 seed=self.seed,
                 memory=self._memory // 2,
-                partial=file,
+                partial=partial,
             )
         resources.report(sum(work.values()), sum(work.values()))
         return assigned
@@ -292,31 +257,28 @@ class Calibration:
         Returns:
             The quantized program. `QuantizedModel` wraps it.
         """
-        reasons = (
-            (pair.name, pair.refusal or self._unfolded(pair, config.for_sites(pair.sites))) for pair in self.pairs
-        )
-        refusals = {name: f"not folded: {reason}" for name, reason in reasons if reason}
+        refusals = {}
+        for pair in self.pairs:
+            if reason := pair.refusal or self._unfolded(pair, config.for_sites(pair.sites)):
+                refusals[pair.name] = f"not folded: {reason}"
         refusals |= {site.name: f"stays float: {site.refusal}" for site in find_refused(self.program)}
         for group, assignment in assigned:
-            if choices_of(group, config) != config and assignment.left is None and assignment.right is None:
+            if operands.choices_of(group, config) != config and assignment.left is None and assignment.right is None:
                 refusals |= {site.name: f"stays float: pinned at {FLOAT_BITS} bits" for site in group.sites}
-        for group in self.groups:
-            if (stride := self._observed.stride(self._requests[group.name].names)) > 1:
+        for name, request in self._requests.items():
+            if (stride := self._observed.stride(request.names)) > 1:
                 part = f"searched on a part of its values: one row, image or window in {stride}"
-                refusals.setdefault(group.name, part)
+                refusals.setdefault(name, part)
         if any(isinstance(stage, Correction) for stage in config.stages):
-            biases = [
-                assignment.bias
-                for group, assignment in assigned
-                if group.first.role in ("linear", "conv") and assignment.right is not None
-            ]
+            weighted = [(group.first.role, each) for group, each in assigned if each.right is not None]
+            biases = [assignment.bias for role, assignment in weighted if role in ("linear", "conv")]
             if biases and all(bias is None for bias in biases):
                 refusals["the correction"] = "not applied: it does not lower the error of the model's output"
         provenance = {"seed": self.seed, "calibration": digest(self.images), "images": len(self.images[0])}
         if fitted := take(self.unlabelled, range(config.images_fitted)) if config.images_fitted else ():
             provenance |= {"fitted": digest(fitted), "fitted_images": config.images_fitted}
         example = tuple(value[:0] for value in self.images)
-        ledger = tuple(ledger_of(self.program, assigned, pin_owners(self.groups, config)))
+        ledger = tuple(ledger_of(self.program, assigned, operands.pin_owners(self.groups, config)))
         return QuantizedProgram(rewrite(self.program, assigned), config, ledger, refusals, provenance, example)
 
     @_alone
@@ -350,7 +312,7 @@ class Calibration:
         return [results[group.name] for group in self.groups if group.name in results]
 
     def iter_search(self, config: Config, sites: Collection[str] | None = None) -> Iterator[SearchResult]:
-        """Search products one after the other, and yield each result: `search` within the memory.
+        """Search products one after the other within the memory; errors are those of `search`.
 
         Args:
             config: As in `search`.
@@ -358,12 +320,11 @@ class Calibration:
 
         Yields:
             One result per product, in the order in which operands are observed.
-
-        Raises:
-            ValueError: As in `search`.
         """
-        check_pinned(config, self.sites)
-        _check_known(sites or (), self.sites)
+        operands.check_pinned(config, self.sites)
+        if unknown := set(sites or ()) - {site.name for site in self.sites}:
+            names = ", ".join(sorted(unknown))
+            raise ValueError(f"{names}: no such site; `Calibration.sites` lists all {len(self.sites)}")
         self._shared.prepare(config)
         for group in chain.from_iterable(self._splits()):
             if sites is None or any(site.name in sites for site in group.sites):
@@ -382,12 +343,10 @@ class Calibration:
         """
         group = next(group for group in self.groups if group.name == searched.group.name)
         fold, format_ = searched.assignment.fold, searched.product.left.format
-        return replace(searched, product=self._product(group, choices_of(group, config), fold, format_))
+        return replace(searched, product=self._product(group, operands.choices_of(group, config), fold, format_))
 
     def probe(self, gradient: Tensor) -> None:
-        """Weight errors by the gradient of a given loss, instead of by random gradients.
-
-        This affects searches and stages that weight errors by gradients.
+        """Let searches and stages weight errors by the gradient of a given loss, instead of by random gradients.
 
         Args:
             gradient: Gradient of the loss with respect to the model's only output, (N, ...).
@@ -419,38 +378,33 @@ class Calibration:
         """
         start_time, seconds = time.thread_time(), [0.0] * len(groups)
         candidates: list[list[SearchResult]] = [[] for _ in groups]
-        config, order = choices_of(groups[0], overall), self._shared.order(overall)
+        config, order = operands.choices_of(groups[0], overall), self._shared.order(overall)
         folds = self._folds(groups, overall)
-        if start is not None and isinstance(config.search, Search) and _fits(start, config):
+        left = None if start is None or not isinstance(config.search, Search) else start.left
+        if start is not None and left is not None and left.bits == config.activation_bits:
             folds = [(start.fold, folds[0][1])]  # its quantizers belong to operands with this fold
         cache = self._searched if start is None else {}  # without a start these choices may find other quantizers
-        for activation in formats_of(groups[0].first, config):
+        for activation in operands.formats_of(groups[0].first, config):
             if candidates[0] and groups[0].first.role in ("linear", "conv"):  # the first products have the same values
                 firsts = [results[0].product for results in candidates]
-                products = [replace(first, left=in_format(first.left, activation, config)) for first in firsts]
+                products = [replace(first, left=operands.in_format(first.left, activation, config)) for first in firsts]
             else:
-                products = [
-                    self._product(group, config, fold, activation)
-                    for group, (fold, _) in zip(groups, folds, strict=True)
-                ]
+                pairs = zip(groups, folds, strict=True)
+                products = [self._product(group, config, fold, activation) for group, (fold, _) in pairs]
             members: Sequence[int] = range(len(groups))
-            if candidates[0] and start is None and rarely_uniform(groups[0].first):  # a start may be uniform
+            if candidates[0] and start is None and operands.rarely_uniform(groups[0].first):  # a start may be uniform
                 members = _maybe_uniform(products, [results[0] for results in candidates], config)
             keys: dict[int, Any] = {}
             for index in members:
                 formats = products[index].left.format, products[index].right.format
                 bits = None if folds[index][0] is None else config.activation_bits
                 keys[index] = (groups[index].name, *formats, config.search, bits, order)
-            missing = [index for index in members if keys[index] not in cache]
-            if missing:
-                ready = [
-                    self._with_needs(groups[index], products[index], folds[index][1], overall) for index in missing
-                ]
+            if missing := [index for index in members if keys[index] not in cache]:
+                ready = [self._with_needs(groups[i], products[i], folds[i][1], overall) for i in missing]
                 results = config.search.search_together([replace(product, start=start) for product in ready])
                 cache |= {keys[index]: assignment for index, assignment in zip(missing, results, strict=True)}
             tabled: dict[int, Any] = {index: (*key, config.tables) for index, key in keys.items()}
-            missing = [index for index in members if tabled[index] not in cache]
-            if missing:
+            if missing := [index for index in members if tabled[index] not in cache]:
                 plain = [cache[keys[index]] for index in missing]
                 results = with_tables([products[index] for index in missing], plain, config.tables)
                 cache |= {tabled[index]: assignment for index, assignment in zip(missing, results, strict=True)}
@@ -467,20 +421,20 @@ class Calibration:
         self, group: SiteGroup, product: Product, shared: UniformQuantizer | None, overall: Config
     ) -> Product:
         """Return the product with all that its search needs. shared: the quantizer that its fold's channels share."""
-        config, ordered = choices_of(group, overall), self._shared.operands_in_order(overall)
+        config, ordered = operands.choices_of(group, overall), self._shared.operands_in_order(overall)
         left = product.left
         if config.search.needs.squares:
-            check_squares(group.name, left, product.right)
-        operands = ordered and operands_of(self.program, group, ordered, config, product.fold, left.format)
+            operands.check_squares(group.name, left, product.right)
+        in_order = ordered and operands.operands_of(self.program, group, ordered, config, product.fold, left.format)
         needs = self._shared.gather_fields(group, self._requests[group.name].names, config)
-        return replace(product, shared=shared, ordered=operands or None, **needs)
+        return replace(product, shared=shared, ordered=in_order or None, **needs)
 
     def _product(self, group: SiteGroup, config: Config, fold: Fold | None, activation: Format) -> Product:
         """Return the group's product, with its operands in the float network."""
         values = self._observed.read(self._requests[group.name].names)
-        left, right = operands_of(self.program, group, values, config, fold, activation)
+        left, right = operands.operands_of(self.program, group, values, config, fold, activation)
         rows = self._shared.rows(group, self._requests[group.name].names, config)
-        return Product(group.first.role, left if rows is None else with_rows(left, rows), right, fold)
+        return Product(group.first.role, left if rows is None else operands.with_rows(left, rows), right, fold)
 
     def _folds(self, groups: Sequence[SiteGroup], config: Config) -> list[tuple[Fold | None, UniformQuantizer | None]]:
         """Return the fold of each group's norm and the quantizer that its channels share, or None for each."""
@@ -490,7 +444,7 @@ class Calibration:
         search = config.search
         for group in groups:
             pair = group.pair
-            if pair is None or self._unfolded(pair, choices_of(group, config)):
+            if pair is None or self._unfolded(pair, operands.choices_of(group, config)):
                 keys.append(None)
                 continue
             bits = config.for_sites(pair.sites).activation_bits
@@ -498,13 +452,13 @@ class Calibration:
             keys.append(key)
             if key in self._searched:
                 continue
-            operands = self._observed.read(self._requests[group.name].names) if ordered is None else ordered
-            inputs = {site.left for site in self.sites if site.name in pair.sites}
-            values = join([operands[name].flatten(0, -2) for name in sorted(inputs)], dim=0)
-            rows = self._shared.rows(group, self._requests[group.name].names, config)
+            names, readers = self._requests[group.name].names, [site for site in self.sites if site.name in pair.sites]
+            observed, inputs = self._observed.read(names) if ordered is None else ordered, {s.left for s in readers}
+            values = operands.join([observed[name].flatten(0, -2) for name in sorted(inputs)], dim=0)
+            rows = self._shared.rows(group, names, config)
             if rows is not None and len(rows) == len(values):
                 values = values[rows]
-            weight = torch.cat([self.program.tensors[site.right] for site in self.sites if site.name in pair.sites])
+            weight = torch.cat([self.program.tensors[site.right] for site in readers])
             missing.setdefault((bits, values.shape, weight.shape), {})[key] = values, weight
         for (bits, *_), norms in missing.items():
             values, weights = zip(*norms.values(), strict=True)
@@ -539,7 +493,7 @@ class Calibration:
 
     def _key(self, group: SiteGroup, config: Config) -> Any:
         """Return the cache key of a group's assignment: everything that it depends on besides this calibration."""
-        return group.name, replace(choices_of(group, config), pinned=(), stages=()), self._shared.order(config)
+        return group.name, replace(operands.choices_of(group, config), pinned=(), stages=()), self._shared.order(config)
 
     def _splits(self) -> list[list[SiteGroup]]:
         """Split the groups into lists whose operands are held in memory together, in order."""
@@ -550,8 +504,8 @@ class Calibration:
     def _stacks(self, groups: Sequence[SiteGroup], config: Config) -> list[list[SiteGroup]]:
         """Split groups into lists that are searched together.
 
-        On an accelerator, these are groups of the same shapes and choices, as many as the memory for temporaries
-        allows, because the number of operations decides how long a search takes there.
+        On an accelerator, where the number of operations decides how long a search takes, these are groups of the same
+        shapes and choices, as many as the memory for temporaries allows.
         """
         if self._one_by_one:
             return [[group] for group in groups]
@@ -566,7 +520,7 @@ class Calibration:
 
     def _alike(self, group: SiteGroup, config: Config) -> Any:
         """Return a key: groups with the same key can be searched together."""
-        site, choices = group.first, choices_of(group, config)
+        site, choices = group.first, operands.choices_of(group, config)
         if site.role == "conv":
             return group.name
         names = [*group.read, site.right] if site.role in ("qk", "av") else group.read
@@ -574,7 +528,7 @@ class Calibration:
         weights = [tuple(self.program.tensors[site.right].shape) for site in group.sites if site.role == "linear"]
         headed = site.left in site.headed, site.right in site.headed
         folded = group.pair is not None and not self._unfolded(group.pair, choices)
-        formats = tuple(formats_of(site, choices))
+        formats = tuple(operands.formats_of(site, choices))
         return site.role, *map(tuple, (shapes, weights, headed)), folded, formats, self._key(group, config)[1]
 
     def product(self, group: SiteGroup, assignment: Assignment, config: Config) -> Product:
@@ -588,8 +542,8 @@ class Calibration:
         Returns:
             The product.
         """
-        choices = choices_of(group, config)
-        return self._product(group, choices, assignment.fold, formats_of(group.first, choices)[0])
+        choices = operands.choices_of(group, config)
+        return self._product(group, choices, assignment.fold, operands.formats_of(group.first, choices)[0])
 
 
 def _maybe_uniform(products: Sequence[Product], results: Sequence[SearchResult], config: Config) -> list[int]:
@@ -599,8 +553,8 @@ def _maybe_uniform(products: Sequence[Product], results: Sequence[SearchResult],
     }
     if not quantizers:
         return []
-    operands = [products[index].left for index in quantizers]
-    closer = uniform_is_closer(operands, list(quantizers.values()), cast(Search, config.search))
+    lefts = [products[index].left for index in quantizers]
+    closer = uniform_is_closer(lefts, list(quantizers.values()), cast(Search, config.search))
     return [index for index, uniform in zip(quantizers, closer, strict=True) if uniform]
 
 
@@ -613,13 +567,6 @@ def _starts(start: Assigned, groups: Sequence[SiteGroup]) -> dict[str, Assignmen
             "because sites may share a fold"
         )
     return starts
-
-
-def _check_known(names: Collection[str], sites: Sequence[Site]) -> None:
-    """Raise ValueError for names that are not names of sites."""
-    unknown = set(names) - {site.name for site in sites}
-    if unknown:
-        raise ValueError(f"{', '.join(sorted(unknown))}: no such site; `Calibration.sites` lists all {len(sites)}")
 
 
 def _of_float32(model: nn.Module) -> nn.Module:
@@ -672,11 +619,6 @@ def _more_like(images: Sequence[Tensor], unlabelled: Tensor | Sequence[Any]) -> 
 def _describe(images: Sequence[Tensor]) -> str:
     """Describe the shapes and dtypes of images for a message."""
     return " and ".join(f"{tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}" for value in images)
-
-
-def _fits(start: Assignment, config: Config) -> bool:
-    """Return True if the left quantizer of an assignment has the bits of these choices."""
-    return start.left is not None and start.left.bits == config.activation_bits
 
 
 def digest(images: Sequence[Tensor]) -> str:

@@ -2,30 +2,19 @@
 
 Sites are corrected in order of execution. Each site is fitted to its output in the float network, from the inputs that
 it gets once everything before it is quantized and corrected. Let x be the centred inputs and y the centred targets over
-all rows of the images. The weight W minimises
+all rows of the images, which count by their importance for the model's output. The weight W minimises
 
     sum |y - W x|^2 + ridge |W - W_0|^2
 
-with the float weight W_0, and the bias restores the means. Rows count by their importance for the model's output
-(`importance`). Without codes, the normal equations give the solution. Its codes are chosen one column after another,
-and each column passes its error on to the columns that follow (GPTQ, Frantar et al., ICLR 2023; the targets are the
-float network's outputs, as in GPTAQ, Li et al., ICML 2025). Then single codes change as long as the error falls. Only
-second moments of the rows are held.
-
-If a site's output is added to a stream, the site can instead be fitted to the difference between the float sum and the
-quantized stream. It then also compensates for the errors of earlier sites. QwT (Fu et al., CVPR 2025) adds another
-linear to each block for this purpose. Here the block's own weights do it, and the artifact needs no new parts.
-
-The inputs of a site are noisy, so a fit pulls its outputs towards their mean, and after twelve blocks little of the
-signal is left. So the weight and the mean of its outputs move only a part of the way to their fits (a coefficient, as
-in MARR, arXiv 2605.17997). The scales then restore the power that the outputs lack about their mean, as it would be
-without rounding. Otherwise, restored means would outweigh what is left of the signal. If the model's output is worse in
-the end, the stage changes nothing.
+with the float weight W_0, and the bias restores the means. Only second moments of the rows are held. Codes are chosen
+one column after another, and each column passes its error on to the columns that follow (GPTQ, Frantar et al., ICLR
+2023; the targets are the float network's outputs, as in GPTAQ, Li et al., ICML 2025). Then single codes change as long
+as the error falls. The design page "Stages" explains the choices.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -78,9 +67,8 @@ _BLOCK = 64
 class Moments:
     """Weighted sums over rows of products of inputs x and targets y, each relative to an origin, per group.
 
-    rows: the number of rows. count: the sum of their weights, a tensor unless all are 1, so that nothing waits for the
-    device. x: (G, K), y: (G, O), xx: (G, K, K), yx: (G, O, K), yy: (G, O), in float64. G is the number of groups of a
-    convolution, and 1 for a linear.
+    count: the sum of the weights, a tensor unless all are 1, so that nothing waits for the device. x: (G, K), y:
+    (G, O), xx: (G, K, K), yx: (G, O, K), yy: (G, O), in float64. G: groups of a convolution, 1 for a linear.
     """
 
     rows: int
@@ -105,15 +93,7 @@ class Moments:
         return Moments(x.shape[1], count, *(value.double() for value in sums))
 
     def __add__(self, other: "Moments") -> "Moments":
-        return Moments(
-            self.rows + other.rows,
-            self.count + other.count,
-            self.x + other.x,
-            self.y + other.y,
-            self.xx + other.xx,
-            self.yx + other.yx,
-            self.yy + other.yy,
-        )
+        return Moments(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     def about(self, x: Tensor, y: Tensor) -> "Moments":
         """Return the moments about another origin, (G, K) and (G, O), given relative to the current one."""
@@ -151,9 +131,8 @@ def correct(
     Some sites keep their assignments: those of attention, float weights, weights with more than 8,192 inputs, and
     layers that are called in several pieces of the program, because the inputs of a later call depend on the weight.
     weights: the result of `row_weights` on images of the same size, or None if all rows count alike. memory: bytes for
-    the values held at a time, for both networks together; the moments of one site come on top. partial: finished sites
-    are read from it, and new ones are added. Raises CalibrationError if the products of a site's inputs or outputs
-    overflow or vanish.
+    the values of both networks; the moments of one site come on top. partial: finished sites are read from it, and new
+    ones are added. Raises CalibrationError if the products of a site's inputs or outputs overflow or vanish.
     """
     current = list(assigned)
     cache: RewriteCache = {}
@@ -170,22 +149,18 @@ def correct(
         ran = names | {node.name for node in floats.operations(piece).nodes}  # also earlier values that read no images
         indices = [index for index, (group, _) in enumerate(current) if not ran.isdisjoint(group.changes)]
         correctable = [index for index in inside if _can_be_corrected(program, *current[index], names)]
-        streams = {
-            index: _stream(program, current[index][0]) if choices.target == "stream" else None for index in correctable
-        }
-        stream_names = [name for stream in streams.values() for name in stream or ()]
         groups = [current[index][0] for index in correctable]
+        streams = [_stream(program, group) if choices.target == "stream" else None for group in groups]
+        stream_names = [name for stream in streams for name in stream or ()]
         values = [name for group in groups for name in (*group.read, *group.nodes)]
         floats.separable([*values, *stream_names], piece.value_in)  # all at once
-        for index in correctable:
+        for index, stream in zip(correctable, streams, strict=True):
             group, assignment = current[index]
             key = f"correction of {group.name}"
             result = None if partial is None else partial.get(key, images[0].device)
             if result is None:
                 within = rewrite(program, [current[number] for number in indices], cache)
-                moments = _collect_moments(
-                    floats, quantized, piece.value_in, group, within, weights or {}, streams[index]
-                )
+                moments = _collect_moments(floats, quantized, piece.value_in, group, within, weights or {}, stream)
                 result = _refit(program, group, assignment, moments, choices)
                 if partial is not None:
                     partial.add(key, result)
@@ -212,10 +187,7 @@ def _can_be_corrected(program: Program, group: SiteGroup, assignment: Assignment
 
 @dataclass(frozen=True)
 class _GroupMoments:
-    """The moments of a group's rows about an origin, for the fitted and for the held-out images.
-
-    origin: (G, K) and (G, O).
-    """
+    """The moments of a group's rows about an origin, (G, K) and (G, O), for the fitted and for the held-out images."""
 
     fit: Moments
     held: Moments | None
@@ -244,8 +216,7 @@ def _collect_moments(
     """Collect the moments of a group's inputs in the quantized network and of its targets.
 
     The moments cover all images, or the first batches that have enough rows. Every fourth image is held out, unless
-    there are few images or they cannot be separated. stream: the result of `_stream`; the target is then the difference
-    between the float sum and the quantized stream.
+    there are few images or they cannot be separated. stream: the result of `_stream`.
     """
     nodes = {node.name: node for node in program.nodes}
     outputs = [[site.node.name for site in call] for call in group.calls]
@@ -305,17 +276,12 @@ def _held_out_mask(group: SiteGroup, inputs: Tensor, axis: tuple[int, int] | Non
 
 
 def _weights_of_rows(
-    weights: Sequence[Tensor | None],
-    inputs: Tensor,
-    axis: tuple[int, int] | None,
-    first: int,
-    rows: int,
+    weights: Sequence[Tensor | None], inputs: Tensor, axis: tuple[int, int] | None, first: int, rows: int
 ) -> Tensor | None:
     """Return the weight of each row, (rows,), or None if all rows count alike.
 
-    All rows count alike if their images cannot be told apart, or if there are so few that none is held out. weights:
-    those of the group's outputs, whose weight of a position is the same for all images. axis, first: as in
-    `_held_out_mask`.
+    weights: those of the group's outputs, whose weight of a position is the same for all images. axis, first: as in
+    `_held_out_mask`; without an axis, images cannot be told apart, or none is held out.
     """
     present = [weight for weight in weights if weight is not None]
     if axis is None or not present:
@@ -329,10 +295,7 @@ def _weights_of_rows(
 def _pieces(
     group: SiteGroup, x: Tensor, outputs: Sequence[Tensor], program: Program
 ) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Yield the inputs and outputs of a batch in pieces, so that a convolution's patches take little memory.
-
-    A linear's batch is one piece.
-    """
+    """Yield the inputs and outputs of a batch, in pieces so that a convolution's patches take little memory."""
     if group.first.role == "linear":
         yield x, list(outputs)
         return
@@ -403,7 +366,7 @@ def _refit(
     else:
         codes = right.codes.double().reshape(start.shape)
     if choices.robust and (choices.ridge or choices.compensate):
-        levels = replace(levels, scale=_gain(centred, target, mean_y) * levels.scale)  # type: ignore[type-var]
+        levels = levels.rescale(_gain(centred, target, mean_y))
     shape, dtype = right.codes.shape, right.quantizer.scale.dtype
     stored = QuantizedTensor(
         codes.to(torch.uint8).reshape(shape), levels.map(lambda value: value.to(dtype).reshape(*shape[:-1], 1))
@@ -418,10 +381,9 @@ def _refit(
 
 
 def _gain(moments: Moments, weight: Tensor, mean_y: Tensor) -> Tensor:
-    """Return the factor with which a weight's outputs have the power of the targets about their mean.
+    """Return the factor with which the outputs of a weight, (G, O, K), have the power of the targets about their mean.
 
     One factor for all outputs: a class token can have nearly all the weight of the rows, and then few rows decide.
-    weight: (G, O, K). mean_y: (G, O).
     """
     power, target_power = ((weight @ moments.xx) * weight).sum(), moments.yy.sum()
     least = _ROUNDING * moments.count * mean_y.square().sum()
@@ -437,10 +399,9 @@ def bias_of(node: Node, program: Program) -> Tensor:
 
 
 def with_codes(right: Quantizer | QuantizedTensor, weight: Tensor) -> QuantizedTensor:
-    """Return the codes of a weight, choosing the nearest ones if its assignment has only a quantizer.
+    """Return the codes of a weight, (O, K), folded if its norm is: the nearest ones if it has only a quantizer.
 
-    weight: (O, K), folded if its norm is. The codes have the shape that a search used: (G, O / G, K) if the scales are
-    (G, O / G, 1).
+    They have the shape that a search used: (G, O / G, K) if the scales are (G, O / G, 1).
     """
     if isinstance(right, QuantizedTensor):
         return right
@@ -452,8 +413,12 @@ def choose_ridge(fit: Moments, held: Moments, start: Tensor) -> float:
     """Return the ridge strength, a fraction of the mean variance, with the least error on the held-out rows."""
     origin = fit.means()
     inside, outside = fit.about(*origin), held.about(*origin)
-    measure = _errors_together if waits_for_launches(start.device) else _errors_one_by_one
-    errors, failures = measure(inside, outside, start)
+    # All solutions are held at once where the number of operations decides how long this takes.
+    together = len(_RIDGES) - 1 if waits_for_launches(start.device) else 1
+    parts = [
+        _errors(inside, outside, start, _RIDGES[at : at + together]) for at in range(0, len(_RIDGES) - 1, together)
+    ]
+    errors, failures = (torch.cat(values) for values in zip(*parts, strict=True))
     last = outside.error(start).sum()[None]  # that of the infinite ridge
     values = torch.cat([errors, last, failures]).tolist()  # to wait for the device only here
     candidate_errors, flags = values[: len(_RIDGES)], values[len(_RIDGES) :]
@@ -463,50 +428,36 @@ def choose_ridge(fit: Moments, held: Moments, start: Tensor) -> float:
     return min(zip(_RIDGES, candidate_errors, strict=True), key=lambda pair: pair[1])[0]
 
 
-def _errors_one_by_one(inside: Moments, outside: Moments, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the error outside for each finite ridge strength, and a flag other than 0 if no factor was found."""
-    variance, errors, failures = _variance(inside), [], []
-    for ridge in _RIDGES[:-1]:
-        form = _with_ridge(inside, ridge * variance)
-        root, failed = torch.linalg.cholesky_ex(form)
-        errors.append(outside.error(_solution(inside, start, form, root)).sum())
-        failures.append(failed.amax())
-    return torch.stack(errors), torch.stack(failures)
-
-
-def _errors_together(inside: Moments, outside: Moments, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same as `_errors_one_by_one` up to rounding, in fewer operations, which hold all solutions at once."""
-    count, variance = len(_RIDGES) - 1, _variance(inside)
-    ridges = torch.stack([ridge * variance for ridge in _RIDGES[:-1]])  # (ridges, G, 1)
-    targets = torch.addcmul(inside.yx, start, ridges[..., None]).mT  # (ridges, G, K, O)
+def _errors(inside: Moments, outside: Moments, start: Tensor, ridges: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Return the error outside for each of these ridge strengths, and a flag other than 0 if no factor was found."""
+    variance = _variance(inside)
+    strengths = torch.stack([ridge * variance for ridge in ridges])  # (ridges, G, 1)
+    targets = torch.addcmul(inside.yx, start, strengths[..., None]).mT  # (ridges, G, K, O)
     solutions, failures = [], []
-    for strength, values in zip(ridges.unbind(), targets.unbind(), strict=True):
+    for strength, values in zip(strengths.unbind(), targets.unbind(), strict=True):
         root, failed = torch.linalg.cholesky_ex(_with_ridge(inside, strength))
         solutions.append(torch.cholesky_solve(values, root))
         failures.append(failed)
-    groups, outputs, columns = start.shape
-    rows = torch.stack(solutions, 1).mT.reshape(groups, count * outputs, columns)
-    along = (rows.view(groups, count, outputs, columns) * outside.yx[:, None]).sum((0, 2, 3))
-    power = ((rows @ outside.xx).mul_(rows)).view(groups, count, -1).sum((0, 2))
+    weights = torch.stack(solutions, 1).mT  # (G, ridges, O, K)
+    along = (weights * outside.yx[:, None]).sum((0, 2, 3))
+    rows = weights.flatten(1, 2)
+    power = (rows @ outside.xx).mul_(rows).view(weights.shape).sum((0, 2, 3))
     return outside.yy.sum() - 2 * along + power, torch.stack(failures).amax(1)
 
 
 def _target(moments: Moments, start: Tensor, ridge: float, floor: Tensor | float = 0.0) -> Tensor:
     """Return the weight, (G, O, K), that minimises the error with this ridge strength. floor: as in `_form`."""
-    return start if math.isinf(ridge) else _solution(moments, start, *_form(moments, ridge, floor))
-
-
-def _solution(moments: Moments, start: Tensor, form: Tensor, root: Tensor) -> Tensor:
-    """Return the weight that minimises the error with this form. root: the form's Cholesky factor."""
+    if math.isinf(ridge):
+        return start
+    form, root = _form(moments, ridge, floor)
     increase = form.diagonal(dim1=1, dim2=2) - moments.xx.diagonal(dim1=1, dim2=2)
     return torch.cholesky_solve((moments.yx + start * increase[:, None]).mT, root).mT
 
 
 def _form(moments: Moments, ridge: float, floor: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return the quadratic form of the error with this ridge strength, positive definite, and its Cholesky factor.
+    """Return the positive definite quadratic form of the error with this ridge strength, and its Cholesky factor.
 
-    Both are (G, K, K).
-    floor: (G,), the variance below which inputs are constant except for rounding noise.
+    Both are (G, K, K). floor: (G,), the variance below which inputs are constant except for rounding noise.
     """
     strength = ridge * _variance(moments, floor)
     form = _with_ridge(moments, strength)
@@ -532,10 +483,10 @@ def _with_ridge(moments: Moments, ridge: Tensor) -> Tensor:
 
 
 def round_codes(target: Tensor, form: Tensor, levels: Quantizer) -> tuple[Tensor, Quantizer]:
-    """Choose codes (G, O, K) and scales with a small quadratic error.
+    """Choose codes and scales with a small error: the sum of e A e^T over the rows e of target minus dequantized codes.
 
-    The error is the sum of e A e^T over the rows e of the target minus the dequantized codes. target: (G, O, K). form:
-    A, (G, K, K), positive definite. levels: the initial quantizer, (G, O, 1); its zero points stay.
+    target: (G, O, K), as the codes. form: A, (G, K, K), positive definite. levels: the initial quantizer, (G, O, 1);
+    its zero points stay.
     """
     codes = _in_turn(target, form, levels)
     for _ in range(_SWEEPS):
@@ -567,19 +518,18 @@ def _swept(target: Tensor, form: Tensor, codes: Tensor, levels: Quantizer) -> Te
 
 
 def _by_rows(left: Tensor, form: Tensor, levels: Quantizer, base: Tensor | None = None) -> Tensor:
-    """Choose codes for each row of `left`, (G, K, O), in turn, and update the rows after it; return the codes.
+    """Return codes for each row of `left`, (G, K, O), chosen in turn; each updates the rows after it in place.
 
     What a row moves (see `codes_in_turn`), times its row of the form, (G, K, K), is subtracted from the rows after it:
-    at once within the same block of rows, and elsewhere by one product per block. left: changed in place. levels: its
-    parameters are (G, 1, O). base: (G, K, O), the current levels, or None if there are none yet.
+    at once within the same block of rows, and elsewhere by one product per block. levels: with parameters (G, 1, O).
+    base: (G, K, O), the current levels, or None if there are none yet.
     """
     codes = torch.empty_like(left)
     for start in range(0, left.shape[1], _BLOCK):
         rows = range(start, min(start + _BLOCK, left.shape[1]))
         moved = None
         if isinstance(levels, UniformQuantizer):
-            parameters = levels.scale, levels.zero_point
-            moved = codes_in_turn(left, form, base, parameters, levels.bits, rows, codes)
+            moved = codes_in_turn(left, form, base, (levels.scale, levels.zero_point), levels.bits, rows, codes)
         if moved is None:
             moved = _row_by_row(left, form, base, levels, rows, codes)
         if rows.stop < left.shape[1]:

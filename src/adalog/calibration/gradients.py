@@ -48,7 +48,7 @@ def hessian_probe(generator: torch.Generator) -> Probe:
 def noise_probe(generator: torch.Generator) -> Probe:
     """Return a probe with the rounding noise in the gradient of KL(p || softmax(y)) at softmax(y) = p.
 
-    The exact gradient there is zero. The computed gradient is (diag(p) - p p^T) times the rounding noise of y. Only the
+    The exact gradient there is zero. The computed one is (diag(p) - p p^T) times the rounding noise of y. Only the
     direction of the noise matters, so it is Gaussian with unit variance here.
     """
 
@@ -65,8 +65,7 @@ def noise_probe(generator: torch.Generator) -> Probe:
 def distance_gradient(outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the gradient of the distance to the float network's outputs with respect to other outputs.
 
-    The distance is KL(softmax(wanted) || softmax(y)) if the only output is (B, classes), and half the squared distance
-    otherwise.
+    The distance is KL(softmax(target) || softmax(y)) if the only output is (B, classes), else half the squared one.
     """
     if _is_scores(outputs):
         return [outputs[0].detach().softmax(-1) - targets[0].softmax(-1)]
@@ -91,22 +90,26 @@ def _is_scores(outputs: Sequence[Tensor]) -> bool:
     return len(outputs) == 1 and outputs[0].ndim == 2 and outputs[0].shape[1] > 1
 
 
+def _identity(_: str, squares: Tensor) -> Tensor:
+    return squares
+
+
 def squared_gradients(
     program: Program,
     images: Sequence[Tensor],
     names: Collection[str],
     probes: Sequence[Probe],
-    reduced: Callable[[str, Tensor], Tensor] = lambda _, squares: squares,
+    reduced: Callable[[str, Tensor], Tensor] = _identity,
     memory: int | None = None,
 ) -> dict[str, Tensor]:
     """Return the squared gradient of each named value, averaged over probes and scaled to mean 1.
 
     reduced: maps a name and the squared gradients of a batch to what is kept of them; it keeps the images apart. A
-    value that no gradient reaches gets ones, so that all its errors count equally. Each batch of `BATCH` images (more
-    on an accelerator) takes one forward, and one backward per probe. A batch has fewer images if the values of `BATCH`
-    images exceed `_BATCH_BYTES`. If some value does not keep images apart, all images form one batch. memory: bytes for
-    the values of any other batch; a program that makes more runs in stretches, whose values are computed again for the
-    backward pass. None: no limit. Raises CalibrationError if no output has a gradient.
+    value that no gradient reaches gets ones, so that all its errors count equally. A batch of `BATCH` images (more on
+    an accelerator, fewer if their values exceed `_BATCH_BYTES`) takes one forward, and one backward per probe. If some
+    value does not keep images apart, all images form one batch. memory: bytes for the values of any other batch; a
+    program that makes more runs in stretches, whose values are computed again for the backward pass. None: no limit.
+    Raises CalibrationError if no output has a gradient.
     """
     statistics = {ref.name for node in program.nodes if node.op in _NORMALISED for ref in node.args[3:5] if ref}
     leaves = {name: value.detach() if name in statistics else _leaf(value) for name, value in program.tensors.items()}
@@ -114,13 +117,12 @@ def squared_gradients(
     shapes, count = values.shapes, values.count
     names = [name for name in shapes if name in names and values.is_float(name)]
     dimensions = _image_dimensions(values, names)
-    draw = few = count if dimensions is None else BATCH
     sizes = _bytes_by_node(program, shapes)
-    if dimensions is not None:
-        few = min(draw, max(1, _BATCH_BYTES * count // max(1, sum(sizes))))
-    batch = max(draw, _BATCH_OF_ACCELERATOR) if waits_for_launches(images[0].device) and few == draw else few
     if dimensions is None:  # a value that no image reaches would be computed in several stretches
-        memory = None
+        draw, few, memory = count, count, None
+    else:
+        draw, few = BATCH, min(BATCH, max(1, _BATCH_BYTES * count // max(1, sum(sizes))))
+    batch = max(draw, _BATCH_OF_ACCELERATOR) if waits_for_launches(images[0].device) and few == draw else few
     ends = _ends(program, shapes, sizes, None if memory is None else memory * count // min(batch, count))
     # Large values are reduced after each probe, which saves memory. The last bits differ from a reduction at the end,
     # so all others are reduced at the end.
@@ -136,15 +138,10 @@ def squared_gradients(
 
         for name, value in _squares_of_batch(values, free, chunk, names, slopes, reduce_each, ends).items():
             batches[name].append(reduce_all(name, value))
-    joined = {
-        name: values[0] if dimensions is None else torch.cat(values, dimensions[name])
-        for name, values in batches.items()
+    return {
+        name: with_mean_one(squares[0] if dimensions is None else torch.cat(squares, dimensions[name]))
+        for name, squares in batches.items()
     }
-    return {name: with_mean_one(value) for name, value in joined.items()}
-
-
-def _identity(_: str, squares: Tensor) -> Tensor:
-    return squares
 
 
 def _bytes_by_node(program: Program, shapes: Mapping[str, Any]) -> list[int]:
@@ -161,8 +158,7 @@ def _bytes_by_node(program: Program, shapes: Mapping[str, Any]) -> list[int]:
 def _ends(program: Program, shapes: Mapping[str, Any], sizes: Sequence[int], memory: int | None) -> list[int]:
     """Return the numbers of nodes after which the stretches of a program end; there is one stretch if memory suffices.
 
-    Each stretch makes values of up to a batch's share of the memory, and ends where later ones need few bytes. sizes:
-    from `_bytes_by_node`.
+    Each stretch makes values of up to a batch's share of the memory, and ends where later ones need few bytes.
     """
     count, ends, start = len(program.nodes), list[int](), 0
     if memory is None or sum(sizes) <= memory:
@@ -196,8 +192,8 @@ def _squares_of_batch(
     """Return the squared gradients of each named value for some images, averaged over probes.
 
     free: the program with tensors that require gradients. slopes: returns the gradients of each probe with respect to
-    the outputs. reduced: is applied to the squares of each probe. ends: from `_ends`. The forward of the last stretch
-    serves its backward. Others run twice, so that one is held at a time.
+    the outputs. reduced: is applied to the squares of each probe. The forward of the last stretch serves its backward.
+    Others run twice, so that one is held at a time.
     """
     squares, chunks, lives = dict[str, Tensor](), [images], _lives(free)
     borders = [[name for name, life in lives.items() if end in life] for end in ends[:-1]]
@@ -215,8 +211,7 @@ def _squares_of_batch(
     out_gradients = slopes(outputs)
     probes = len(out_gradients)
     for index in reversed(range(len(borders))):
-        starts = {name: value for name, value in chunks[index].items() if name not in images}
-        starts = {name: value for name, value in starts.items() if _has_gradient(value)}
+        starts = {name: value for name, value in chunks[index].items() if name not in images and _has_gradient(value)}
         squares |= {name: reduced(name, torch.zeros_like(value)) for name, value in kept.items()}
         reached = {name: value for name, value in kept.items() if value.requires_grad}
         inputs, following = [*starts.values(), *reached.values()], list[Sequence[Tensor | None]]()
@@ -262,20 +257,14 @@ def _has_gradient(value: Any) -> bool:
 
 
 def _draw(probes: Sequence[Probe], outputs: Sequence[Tensor], images: slice, count: int) -> Sequence[Sequence[Tensor]]:
-    """Return the gradients of each probe for a batch of images, drawn for `count` images after another.
-
-    So the random numbers of an image do not depend on the batch.
-    """
+    """Return each probe's gradients, drawn for `count` images after another so that they do not depend on the batch."""
     size = images.stop - images.start
     if size <= count or any(len(value) != size for value in outputs):
         return [probe(outputs, images) for probe in probes]
-    parts = [
-        [
-            probe([value[first : first + count] for value in outputs], slice(images.start + first, end))
-            for probe in probes
-        ]
-        for first, end in ((first, min(images.start + first + count, images.stop)) for first in range(0, size, count))
-    ]
+    parts = []
+    for first in range(0, size, count):
+        part = slice(images.start + first, min(images.start + first + count, images.stop))
+        parts.append([probe([value[first : first + count] for value in outputs], part) for probe in probes])
     return [[torch.cat(values) for values in zip(*of_probe, strict=True)] for of_probe in zip(*parts, strict=True)]
 
 
@@ -291,6 +280,7 @@ def _leaf(value: Tensor) -> Tensor:
 
 def _image_dimensions(values: Values, names: Sequence[str]) -> dict[str, int] | None:
     """Return the dimension of each value that counts images; None if the images must run together."""
-    axes = [values.axes.get(name) for name in names] if values.count > 1 else [None]
-    dimensions = {name: axis[0] for name, axis in zip(names, axes, strict=False) if axis is not None}
-    return dimensions if None not in axes and values.keeps_apart(values.images, names) else None
+    axes = {name: axis for name in names if (axis := values.axes.get(name)) is not None}
+    if values.count == 1 or len(axes) < len(names) or not values.keeps_apart(values.images, names):
+        return None
+    return {name: dim for name, (dim, _) in axes.items()}

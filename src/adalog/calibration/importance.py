@@ -34,9 +34,9 @@ def row_weights(
     """Return the weight of each row of every site's output, with mean 1, by the output's name.
 
     A weight is the row's squared gradient to this power, averaged over the channels, and over the images for each
-    position. The result has the output's dimensions, with size 1 for those over which it is averaged; images keep their
-    size. It is None if all rows count alike: with the power 0, or if no output of the model has a gradient. memory: as
-    in `squared_gradients`.
+    position. It has the output's dimensions, with size 1 for those over which it is averaged; images keep their size.
+    The result is None if all rows count alike: with the power 0, or if no output of the model has a gradient. memory:
+    as in `squared_gradients`.
     """
     if not power:
         return None
@@ -55,16 +55,14 @@ def row_weights(
         return None
     axes, weights = image_axes(program, images), {}
     for name, mean in means.items():
-        axis = axes.get(name)
-        weight = (mean if axis is None else _average_over_images(mean, *axis)).pow(power)
+        weight, axis = mean, axes.get(name)
+        if axis is not None:
+            dim, entries = axis
+            parts = mean.unflatten(dim, (-1, entries))
+            weight = parts.mean(dim, keepdim=True).expand_as(parts).flatten(dim, dim + 1)
+        weight = weight.pow(power)
         weights[name] = (1 - _EVEN) * weight / weight.mean() + _EVEN
     return weights
-
-
-def _average_over_images(values: Tensor, dim: int, entries: int) -> Tensor:
-    """Average over the images, which have this many `entries` in the dimension; keep the shape."""
-    parts = values.unflatten(dim, (-1, entries))
-    return parts.mean(dim, keepdim=True).expand_as(parts).flatten(dim, dim + 1)
 
 
 def resample(weights: Tensor) -> Tensor:

@@ -32,8 +32,7 @@ def output_errors(
     "relative" is the mean of the `relative_error` of all other outputs. Unlike plain distances, they do not count a
     common factor of the whole output, which changes no class. An error that is not finite is infinite.
 
-    floats: the float network, `program`, and its images. numbers: the indices of images to take the first 64 from;
-    default: all.
+    floats: the values of `program` and its images. numbers: indices of images to take the first 64 from; default: all.
     """
     outputs = tuple(dict.fromkeys(refs_of(program.output)))
     apart = floats.separable(outputs, program.inputs[0])

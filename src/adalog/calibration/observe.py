@@ -25,9 +25,9 @@ LEAST_ROWS = 1024  # the least number of rows kept of a value; all rows are kept
 class Request:
     """The values that the search of one site needs together.
 
-    by_row: True if each row (all dimensions but the last) counts by itself, so that single rows can be left out. If
-    False, whole images or windows are left out, the same ones of every value. scratch: bytes that the search takes in
-    addition. stride: every n-th row, image or window is enough, for about this n.
+    by_row: True if single rows (all dimensions but the last) can be left out; if False, whole images or windows, the
+    same ones of every value. scratch: bytes that the search takes in addition. stride: every n-th row, image or window
+    is enough, for about this n.
     """
 
     site: str
@@ -39,10 +39,9 @@ class Request:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Values that are held together; the first `end` nodes compute all of them.
+    """Values that are held together; the first `end` nodes compute all of them. stride, by_row: as in `Request`.
 
-    stride: every `stride`-th row (by_row), image or window of them is kept. cut: the number of nodes after which the
-    values that later stages start from are held; None if they are not held.
+    cut: the number of nodes after which the values that later stages start from are held; None if they are not held.
     """
 
     names: frozenset[str]
@@ -53,20 +52,14 @@ class _Stage:
 
 
 class Observations:
-    """The values of a program on images, by name, with about `memory` bytes held at a time.
+    """The values of a program on images, by name, with about `memory` bytes held at a time (docs/design/search.md).
 
     If the values of all requests fit in memory, one forward of all images computes them, and they are kept. Otherwise
-    the program runs in stages, and each stage runs all images in batches. The memory is divided as in `values`, between
-    the values of one stage, the values that the next stage starts from, and a batch. If the values that the next stage
-    starts from take more, it starts from those of an earlier stage or from the images. Stages requested in order cost
-    one forward in total. A request for an earlier stage starts from the images again.
-
-    If a request takes more than its share, or more scratch than `memory`, or if fewer rows are enough for it, every
-    n-th row, image or window of it is kept. The stride n has no common factor with the number of rows or windows in an
-    image.
-
-    Each stage checks on two images whether batches give the same values, as `Values` does. If they do not, the stage
-    runs on all images at once. Several threads may call `read` at the same time.
+    the program runs in stages. Requests in the order of the stages cost one forward in total; a request for an earlier
+    stage starts from the images again. If the values that a stage would start from exceed their share of the memory, it
+    starts from those of an earlier stage or from the images. If a request takes more than its share, or more scratch
+    than `memory`, or if fewer rows are enough for it, every n-th row, image or window of it is kept; n has no common
+    factor with the number of rows or windows in an image. Several threads may call `read` at the same time.
 
     Raises ValueError if fewer than 1,024 rows of a request would be kept. `read` raises CalibrationError if a value is
     not finite.
@@ -98,10 +91,7 @@ class Observations:
         self._checkpoint = self._beginning
 
     def stage(self, names: Collection[str]) -> int:
-        """Return the index of the stage that computes all of these values; in-order requests are cheapest.
-
-        Raises KeyError if the values are not part of one request.
-        """
+        """Return the index of the stage that computes all of these values, which must be part of one request."""
         computed = set(names) - self._program.tensors.keys()
         for number, stage in enumerate(self._stages):
             if computed <= stage.names:
@@ -113,10 +103,7 @@ class Observations:
         return self._stages[self.stage(names)].stride
 
     def alike(self, name: str, names: Collection[str], value: Tensor) -> Tensor:
-        """Return the rows or images of another value that match the kept ones of the value `name`.
-
-        names: the names of a request that includes `name`.
-        """
+        """Return the rows or images of another value that match the kept ones of `name`, which `names` includes."""
         return self._thin(name, value, self._stages[self.stage(names)], 0)
 
     def read(self, names: Collection[str]) -> Chunk:
@@ -171,16 +158,15 @@ class Observations:
 
     def _possible(self, request: Request) -> tuple[int, int]:
         """Return a number with which a request's stride may have no common factor, and the largest such stride."""
-        shapes = {name: self._shapes[name] for name in sorted(request.names)}
-        rows = min(value[..., 0].numel() for value in shapes.values())
-        places = [(shapes[name].ndim - axis[0], axis[1]) for name in shapes if (axis := self._all.axes.get(name))]
+        shapes = {name: self._shapes[name] for name in request.names}
+        rows = [value[..., 0].numel() for value in shapes.values()]
+        places = {(shapes[name].ndim - axis[0], axis[1]) for name in shapes if (axis := self._all.axes.get(name))}
         if request.by_row:
-            entries = math.prod(max(1, value[..., 0].numel() // self._all.count) for value in shapes.values())
+            entries = math.prod(max(1, count // self._all.count) for count in rows)
         else:
-            entries = places[0][1] if len(set(places)) == 1 else 0  # gcd(n, 0) is n, so 0 allows only stride 1
-        return entries, next(
-            stride for stride in range(rows // min(rows, LEAST_ROWS), 0, -1) if math.gcd(stride, entries) == 1
-        )
+            entries = places.pop()[1] if len(places) == 1 else 0  # gcd(n, 0) is n, so 0 allows only stride 1
+        largest = min(rows) // min(*rows, LEAST_ROWS)
+        return entries, next(stride for stride in range(largest, 0, -1) if math.gcd(stride, entries) == 1)
 
     def _with_cuts(self, stages: Sequence[_Stage], memory: int) -> list[_Stage]:
         """Return the stages with their ends and cuts; also set the batch size and how long each value is held."""
@@ -210,11 +196,6 @@ class Observations:
     def _bytes(self, names: Iterable[str]) -> int:
         return sum(size_in_bytes(self._shapes[name]) for name in names if self._home[name])
 
-    def _live(self, position: int) -> list[str]:
-        """Return the tensors of earlier nodes that nodes from this position on read, or that later stages hold."""
-        names = [name for name, life in self._lives.items() if position in life]
-        return [name for name in names if isinstance(self._shapes[name], Tensor)]
-
     # --- run of a stage ---
 
     @torch.no_grad()  # the gradient mode is set per thread
@@ -222,7 +203,9 @@ class Observations:
         stage, images = self._stages[number], self._all.images
         self._values, self._now = {}, None
         chunks = (self._checkpoint if number >= self._checkpoint[0] else self._beginning)[2]
-        live = [] if stage.cut is None else self._live(stage.cut)
+        # The tensors of earlier nodes that nodes from the cut on read, or that later stages hold.
+        live = [name for name, life in self._lives.items() if stage.cut is not None and stage.cut in life]
+        live = [name for name in live if isinstance(self._shapes[name], Tensor)]
         names = [name for name in stage.names if self._home[name]]
         apart = self._batch < self._all.count and self._all.keeps_apart(chunks[0], {*names, *live})
         if not apart:
@@ -279,10 +262,7 @@ class Observations:
         return axes.get(name)
 
     def _thin(self, name: str, value: Tensor, stage: _Stage, before: int) -> Tensor:
-        """Return the kept part of a value, which is the same for any split into batches.
-
-        before: the number of images in earlier batches.
-        """
+        """Return the kept part of a value, which does not depend on batches. before: images in earlier batches."""
         if stage.stride == 1 or (counted := self._axis_of(name, stage)) is None:
             return value
         dim, entries = counted
@@ -301,7 +281,6 @@ class Observations:
         if name not in values and stage.stride == 1:  # the memory layout of all images at once
             values[name] = torch.empty_like(self._shapes[name], device=piece.device)
         elif name not in values:
-            shape = list(piece.shape)
-            shape[dim] = -(-self._all.count * entries // stage.stride)
-            values[name] = piece.new_empty(shape)
+            kept = -(-self._all.count * entries // stage.stride)
+            values[name] = piece.new_empty((*piece.shape[:dim], kept, *piece.shape[dim + 1 :]))
         values[name].narrow(dim, -(-before * entries // stage.stride), piece.shape[dim]).copy_(piece)

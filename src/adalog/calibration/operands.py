@@ -1,6 +1,7 @@
 """Build the operands of a group's product from observed values, and choose the formats to search."""
 
 import difflib
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -71,19 +72,14 @@ def pin_owners(groups: Iterable[SiteGroup], config: Config) -> dict[str, str]:
     for group in groups:
         for site in group.sites:
             if config.for_sites([site.name]) != choices_of(group, config):  # a pattern matches only another site
-                patterns = [pattern for pattern, _ in config.pinned if not fnmatchcase(site.name, pattern)]
-                matching = (
-                    name for pattern in reversed(patterns) for name in together(group) if fnmatchcase(name, pattern)
-                )
-                owners[site.name] = next(matching)
+                patterns = [pattern for pattern, _ in reversed(config.pinned) if not fnmatchcase(site.name, pattern)]
+                pairs = itertools.product(patterns, together(group))
+                owners[site.name] = next(name for pattern, name in pairs if fnmatchcase(name, pattern))
     return owners
 
 
 def operand_kinds(role: str, source: str) -> tuple[OperandKind, OperandKind]:
-    """Return the kinds of the left and right operands of a site; `Config` has bits for each kind.
-
-    role: the role of the site. source: the kind of its left source.
-    """
+    """Return the kinds of the left and right operands of a site with this role and this kind of left source."""
     left: OperandKind = "activation"
     if source == "softmax":
         left = "softmax"
@@ -95,9 +91,9 @@ def operand_kinds(role: str, source: str) -> tuple[OperandKind, OperandKind]:
 def formats_of(site: Site, config: Config) -> list[Format]:
     """Return the formats to search for the left operand of a site; among equally good ones the first wins.
 
-    After an activation such as SiLU or GELU, a logarithmic or a uniform quantizer may be better, depending on the site,
-    so both formats are returned. After GELU, the uniform one is only returned if the choices say so, or if a grouped
-    convolution follows, for which a uniform quantizer has a scale per group.
+    After an activation such as SiLU, a logarithmic or a uniform quantizer may be better, depending on the site, so both
+    formats are returned. After GELU, the uniform one is returned only if the choices say so, or for a grouped
+    convolution (`rarely_uniform`).
     """
     kind = site.left_source.kind
     operand = operand_kinds(site.role, kind)[0]
@@ -134,22 +130,18 @@ def operands_of(
     """
     site = group.first
     if site.role in ("qk", "av"):
-        x = values[site.left]
+        x, right = values[site.left], values[site.right].transpose(-1, -2).contiguous()
         own = [(1,) if config.per_head and name in site.headed else () for name in (site.left, site.right)]
-        right = values[site.right].transpose(-1, -2).contiguous()
         lead = torch.broadcast_shapes(x.shape[:-2], right.shape[:-2])
         x, right = (value.expand(*lead, *value.shape[-2:]) for value in (x, right))
-        if site.role == "qk":
-            activation = activation.by_groups(own[0])
         alike = site.role == "qk"  # the rows of transposed V are channels
-        return Operand(x, activation), Operand(
-            right, uniform_format(config.activation_bits, config, *own[1]), alike=alike
-        )
-    weights = [program.tensors[member.right] for member in group.sites]
+        right_format = uniform_format(config.activation_bits, config, *own[1])
+        left = Operand(x, activation.by_groups(own[0]) if alike else activation)
+        return left, Operand(right, right_format, alike=alike)
     inputs = [values[name] for name in dict.fromkeys(group.read)]
     if site.role == "conv":
-        return _conv_operands(site, inputs, weights[0], activation, config)
-    weight = torch.cat(weights)
+        return _conv_operands(site, inputs, program.tensors[site.right], activation, config)
+    weight = torch.cat([program.tensors[member.right] for member in group.sites])
     if fold is not None:
         inputs, weight = [fold.activation(x) for x in inputs], fold.weight(weight)
     rows = join([x.reshape(-1, x.shape[-1]) for x in inputs], dim=0)
@@ -171,10 +163,7 @@ def check_squares(name: str, left: Operand, right: Operand) -> None:
 
 
 def in_shape_of_product(program: Program, group: SiteGroup, values: Mapping[str, Tensor]) -> Tensor:
-    """Convert values in the shapes of multiplications' outputs to the shape of the group's product.
-
-    values: by the name of the multiplication's node, for example squared gradients.
-    """
+    """Convert values in the shapes of multiplications' outputs, by node name, to the shape of the group's product."""
     site, outputs = group.first, dict[str, Tensor]()  # by input, which the product holds once
     for call in group.calls:
         results = [values[site.node.name] for site in call]
@@ -202,8 +191,7 @@ def why_unfolded(
     rows = min(x[..., 0].numel() for x in inputs)  # a head may read only one token per image
     if config.activation_bits == FLOAT_BITS:
         return "its linears take float activations"
-    refused = config.search.refuses_fold(config.weight_bits, config.activation_bits)
-    if refused:
+    if refused := config.search.refuses_fold(config.weight_bits, config.activation_bits):
         return refused
     if not config.fold_head and pair.norm.name in head:
         return "it belongs to the head"
@@ -217,8 +205,7 @@ def request_of(program: Program, group: SiteGroup, sites: Sequence[Site], shapes
 
     sites: all sites of the program. shapes: every value of the program without data, from `trace`.
     """
-    products = [] if group.pair is None else list(group.pair.sites)
-    names = {*group.read} | {site.left for site in sites if site.name in products}
+    names = {*group.read, *(site.left for site in sites if group.pair is not None and site.name in group.pair.sites)}
     if group.first.role in ("qk", "av"):
         names.add(group.first.right)
     users = (site for site in sites for call in site.calls if not names.isdisjoint((call.left, call.right)))
@@ -241,14 +228,13 @@ def _product_rows(program: Program, group: SiteGroup, shapes: Mapping[str, Tenso
 def _product_elements(program: Program, group: SiteGroup, shapes: Mapping[str, Tensor]) -> int:
     """Return the approximate number of elements of a product's left operand or output, whichever is larger."""
     site, inputs = group.first, [shapes[name] for name in dict.fromkeys(group.read)]
-    x = inputs[0]
+    if site.role == "conv":
+        return sum(value.numel() for value in inputs)
     if site.role == "linear":
         columns = sum(len(program.tensors[member.right]) for member in group.sites)
-    elif site.role == "conv":
-        return int(sum(value.numel() for value in inputs))
     else:
         columns = shapes[site.right].shape[-1]
-    return int(sum(value[..., 0].numel() for value in inputs) * max(x.shape[-1], columns))
+    return sum(value[..., 0].numel() for value in inputs) * max(inputs[0].shape[-1], columns)
 
 
 def _conv_operands(
@@ -256,9 +242,8 @@ def _conv_operands(
 ) -> tuple[Operand, Operand]:
     """Return a convolution as a product of patches, (T, I), and kernels, (O, I).
 
-    A grouped convolution has the shapes (groups, T, I) and (groups, O / groups, I). Its input has one scale per group,
-    because each output reads only one group. If patches overlap, so that each value is in n of them, every n-th patch
-    is used, as long as 1,024 are left.
+    A grouped convolution has the shapes (groups, T, I) and (groups, O / groups, I). If patches overlap, so that each
+    value is in n of them, every n-th patch is used, as long as 1,024 are left.
     """
     stride, padding, dilation, groups = conv_geometry(site.node)
     kernel, overlap = (weight.shape[2], weight.shape[3]), _overlap(site, weight)
@@ -287,8 +272,8 @@ def in_format(operand: Operand, activation: Format, config: Config) -> Operand:
     """Return the left operand of a linear or convolution in another format, with the same values.
 
     operand: in a format without a level for zero, if the new one has none either: only such a format has a mask. A
-    grouped convolution, (groups, T, I), has one scale per group if the format can have that, unless the choices say
-    otherwise.
+    grouped convolution, (groups, T, I), has one scale per group if the format and the choices allow it, because each
+    output reads only one group.
     """
     if operand.values.ndim == 3 and config.per_group:
         activation = activation.by_groups((0,))

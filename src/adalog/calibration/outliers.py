@@ -27,8 +27,8 @@ _BITS = 4
 class _AttentionValues:
     """The values V of one attention, between the linear that computes them and the linear that reads A V.
 
-    channels: (..., D), the output channel of `maker` in each column of A V; the leading dimensions broadcast to those
-    of V. columns: the same for the columns of the weight of `reader`.
+    channels: (..., D), the output channel of `maker` in each column of A V; it broadcasts to V. columns: the same for
+    the columns of the weight of `reader`.
     """
 
     site: Site
@@ -43,15 +43,14 @@ def even_out_values(program: Program, sites: Sequence[Site], images: Sequence[Te
 
     Only heads with an outlier change. images: a few calibration images.
     """
-    attentions = find_values(program, sites, images)
-    ranges: dict[str, Tensor] = {}
+    attentions, ranges = find_values(program, sites, images), dict[str, Tensor]()
+    makers = {values.maker.name for values in attentions}
 
     def measure(node: Node, args: tuple[Any, ...], result: Any) -> None:
         if node.name in makers:
             rows = result.flatten(0, -2)
             ranges[node.name] = rows.amax(0) - rows.amin(0)
 
-    makers = {values.maker.name for values in attentions}
     if makers:
         program.run(images, measure)
     steps = {}
@@ -64,9 +63,8 @@ def even_out_values(program: Program, sites: Sequence[Site], images: Sequence[Te
     def compare(node: Node, args: tuple[Any, ...], result: Any) -> None:
         if node.name in steps:
             values, step = steps[node.name]
-            scaled, plain = (
-                _error(values, program, args[0], args[1], shift) for shift in (step, torch.zeros_like(step))
-            )
+            attention, v, *_ = args
+            scaled, plain = (_error(values, program, attention, v, s) for s in (step, torch.zeros_like(step)))
             if scaled < plain:
                 names.append(node.name)
 
@@ -125,10 +123,8 @@ def find_values(program: Program, sites: Sequence[Site], example: Sequence[Tenso
         columns = inputs.flatten(0, -2)[0]
         apart = bool((numbers == channels).all()) and bool((inputs == columns).all())
         if apart and end_of(views, channels)[0] is site.node and reader is not None and reader.name in linears:
-            device = program.tensors[linears[name].args[1].name].device
-            attended_values.append(
-                _AttentionValues(site, linears[name], reader, channels.to(device), columns.to(device))
-            )
+            maker, device = linears[name], program.tensors[linears[name].args[1].name].device
+            attended_values.append(_AttentionValues(site, maker, reader, channels.to(device), columns.to(device)))
     return attended_values
 
 

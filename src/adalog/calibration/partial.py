@@ -34,10 +34,7 @@ def raw_bytes(value: Tensor) -> memoryview:
 
 
 class Partial:
-    """Finished searches and stages in files with this fingerprint, and no other; see `FinishedParts`.
-
-    Numbers are written so that they read back exactly.
-    """
+    """Finished searches and stages in files with this fingerprint, and no other; see `FinishedParts`."""
 
     def __init__(self, path: Path, fingerprint: str, rank: int = 0):
         self._finished = FinishedParts(path, fingerprint, "searches", rank).alone()
@@ -45,10 +42,7 @@ class Partial:
             self._assignments = {name: assignment_of(name, line) for name, line in self._finished.parts.items()}
 
     def get(self, name: str, device: str | torch.device = "cpu") -> Assignment | None:
-        """Return the assignment of this name, or None if it is not finished.
-
-        The name of a search is the name of its group.
-        """
+        """Return the assignment of this name, or None if it is not finished. A search has the name of its group."""
         line = self._assignments.get(name)
         return None if line is None else line.to(torch.device(device))
 
@@ -82,12 +76,9 @@ def assignment_of(name: str, line: dict[str, Any]) -> Assignment:
     return Assignment(left, right, fold, sqnr, bias)
 
 
-def _dtype_name(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
-
-
 def _plain(value: Tensor) -> dict[str, Any]:
-    return {"dtype": _dtype_name(value), "shape": list(value.shape), "values": value.double().reshape(-1).tolist()}
+    dtype = str(value.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(value.shape), "values": value.double().reshape(-1).tolist()}
 
 
 def _tensor(plain: dict[str, Any]) -> Tensor:

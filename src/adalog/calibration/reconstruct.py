@@ -3,10 +3,8 @@
 A block is trained to output the same values as in the float network (BRECQ, Li et al., ICLR 2021). Its inputs are those
 that it gets once all blocks before it are quantized and trained. In each step, a random share of these inputs is
 replaced by the float network's values, and a random share of the values that its quantizers see is not quantized
-(QDrop, Wei et al., ICLR 2022). The block may be the whole model, so that its parts compensate for each other's errors.
-
-`training` defines the trained parts of an assignment. The processes of one job share the images of each step. A single
-process on an accelerator takes them at once and in few operations, and `replay` replays these as one graph.
+(QDrop, Wei et al., ICLR 2022). The processes of one job share the images of each step. A single process on an
+accelerator takes them at once and in few operations, and `replay` replays these as one graph.
 """
 
 import math
@@ -37,9 +35,8 @@ from adalog.ranks import ALONE, Ranks
 
 # Every n-th image is held out of training to evaluate a block's states. If there are fewer than n images, none is.
 _HELD_OUT = 8
-# A step handles this many images at a time and sums the gradients of these shares, so that another rank can take the
-# next share. An accelerator without other ranks takes all images at once, because the number of shares determines how
-# long a step takes.
+# A step sums the gradients of shares of this many images, so that another rank can take the next share. An accelerator
+# without other ranks takes all images at once, because the number of shares determines how long a step takes.
 _SHARE = 4
 _SHARE_OF_ACCELERATOR = 16
 # How often a state is evaluated on the held-out images, and how often progress is reported. In few bits, the outputs of
@@ -91,16 +88,16 @@ def reconstruct(
 ) -> list[tuple[SiteGroup, Assignment]]:
     """Return the assignments with trained codes, biases and scales.
 
-    A group keeps its assignment if the block's output does not depend on it. It also does so if another output of the
-    model within the block depends on it, for example if the block holds one of two heads. The loss would not evaluate
-    all of its effect. If a block's output is not a floating-point tensor, all of its groups keep their assignments.
+    A group keeps its assignment if the block's output does not depend on it, or is not a floating-point tensor. It also
+    does so if another output of the model within the block depends on it, as in a block with one of two heads, because
+    the loss would not evaluate all of its effect.
 
     losses: the errors of a block's output, by name. memory: bytes for the values of both networks held at a time, as in
-    `Values`. The following always comes on top: a block's inputs and outputs on all images, the weights of its errors,
-    the training state of its weights, and the values that gradients need on four images, or on all images of a step on
-    an accelerator. With the scope "model", all of this counts for the whole model. partial: the opened file of the
-    resources; the first rank adds finished blocks. All ranks compute the values of both networks, and they share the
-    images of each step and of each evaluation.
+    `Values`. The following always comes on top, for the whole model with the scope "model": a block's inputs and
+    outputs on all images, the weights of its errors, the training state of its weights, and the values that gradients
+    need on four images, or on all images of a step on an accelerator. partial: the opened file of the resources; the
+    first rank adds finished blocks. All ranks compute the values of both networks, and share the images of each step
+    and evaluation.
     """
     current, device, ranks = list(assigned), images[0].device, resources.ranks
     share = None if memory is None else memory // 2
@@ -128,8 +125,8 @@ def reconstruct(
         names = {node.name for node in floats.operations(block).nodes} - _leading_elsewhere(program, block)
         members = [index for index, (group, _) in enumerate(current) if group.changes <= names]
         keys = [f"{stage} of {current[index][0].name}" for index in members]
-        done = {key: known for key in keys if partial is not None and (known := partial.get(key, device)) is not None}
-        done = ranks.agree(keys, done, assignment_codec(device))
+        stored = {key: line for key in keys if partial is not None and (line := partial.get(key, device)) is not None}
+        done = ranks.agree(keys, stored, assignment_codec(device))
         if len(done) < len(keys) and floats.is_float(block.value_out):
             groups = [current[index] for index in members]
             beside = [
@@ -142,19 +139,20 @@ def reconstruct(
             )
             trained = [assignment for _, assignment in block_in_training.train(report)]
 
-            def select(trained: Sequence[Assignment] = trained, members: Sequence[int] = members) -> list[Assignment]:
+            def select(trained: list[Assignment] = trained, members: Sequence[int] = members) -> list[Assignment]:
                 """Return the trained assignments, or the current ones if the model's output is worse with them."""
                 nonlocal least
-                if compares:
-                    after = list(current)
-                    for index, assignment in zip(members, trained, strict=True):
-                        after[index] = (current[index][0], assignment)
-                    least = error(current) if least is None else least
-                    changed = error(after)
-                    if changed > least:
-                        return [current[index][1] for index in members]
-                    least = changed
-                return list(trained)
+                if not compares:
+                    return trained
+                after = list(current)
+                for index, assignment in zip(members, trained, strict=True):
+                    after[index] = (current[index][0], assignment)
+                least = error(current) if least is None else least
+                changed = error(after)
+                if changed > least:
+                    return [current[index][1] for index in members]
+                least = changed
+                return trained
 
             agreed = ranks.by_first(select, assignments_codec(device))
             done = dict(zip(keys, agreed, strict=True))
@@ -218,12 +216,11 @@ class BlockInTraining:
             GroupInTraining(group, assignment, program, rewritten, choices) for group, assignment in assigned
         ]
         # If images cannot be separated, every step and evaluation takes all of them. The float network is tested first.
-        apart = floats.separable([self._out], self._in)
+        self._apart = apart = floats.separable([self._out], self._in)
         self._exact, self._inputs = (values.images | values.of([self._in]) for values in (floats, quantized))
         self._targets = floats.of([self._out], self._exact)
         device = self._targets[self._out].device
         self._generator = torch.Generator(device).manual_seed(seed + 1000 * floats.starts.index(self._in))
-        self._apart = apart
         numbers = torch.arange(floats.count, device=device)
         self._trained_on, self._held_out = _split(numbers) if apart else (numbers, numbers)
         self._batch = min(choices.batch, len(self._trained_on)) if apart else floats.count
@@ -269,10 +266,7 @@ class BlockInTraining:
         return self._with_sqnr(best)
 
     def steps(self, unit: float) -> Iterator[int]:
-        """Yield the number of each step, from 1 on, after training the block by this step.
-
-        unit: the number that the error is divided by.
-        """
+        """Yield the number of each step, from 1 on, after training by it. unit: a divisor of the error."""
         choices = self._choices
         by_kind = [group.parameters() for group in self._groups]
         rates = {"codes": choices.rate, "scales": choices.scale_rate, "biases": choices.scale_rate}
@@ -304,9 +298,8 @@ class BlockInTraining:
     def _recordable_step(self, parameters: list[dict[str, Any]], unit: float) -> Replay:
         """Return a step that takes all its images at once, and can be recorded.
 
-        Everything that differs from step to step is in tables on the device, with one row per step.
-
-        parameters: the parameter groups of the optimizer, with their first learning rates. unit: as in `steps`.
+        Everything that differs from step to step is in tables on the device, with one row per step. parameters: the
+        parameter groups of the optimizer, with their first learning rates. unit: as in `steps`.
         """
         draws = torch.stack(list(self._draws()))
         device, last = draws.device, self._choices.iterations
@@ -361,13 +354,11 @@ class BlockInTraining:
     def _descend(self, numbers: Tensor, unit: float, done: float) -> None:
         """Add the gradients of one step, from each share of its images and from the regulariser.
 
-        unit: the number that the error is divided by. done: the fraction of finished steps. Each share has gradients
-        with respect to the values of the rewritten program. Their sum is propagated to the parameters that these values
-        are made of.
+        Each share has gradients with respect to the values of the rewritten program. Their sum is propagated to the
+        parameters that these values are made of. unit: as in `steps`. done: the fraction of finished steps.
         """
         program = self._rewrite([(group.group, group.soft()) for group in self._groups])
-        sources: list[Tensor] = []
-        leaves: list[Tensor] = []
+        sources, leaves = list[Tensor](), list[Tensor]()
 
         def leaf(value: Tensor) -> Tensor:
             if not value.requires_grad:
@@ -377,21 +368,13 @@ class BlockInTraining:
             return leaves[-1]
 
         tensors = {name: leaf(value) for name, value in program.tensors.items()}
-        free = replace(
-            program,
-            tensors=tensors,
-            quantizers={name: quantizer.map(leaf) for name, quantizer in program.quantizers.items()},
-        )
-        shares = self._shares(numbers)
+        quantizers = {name: quantizer.map(leaf) for name, quantizer in program.quantizers.items()}
+        free, shares = replace(program, tensors=tensors, quantizers=quantizers), self._shares(numbers)
 
         def gradient(share: int) -> Tensor:
-            images = shares[share]
-            generator = self._generators[share]
-
-            def mask(values: Tensor) -> Tensor:
-                return random_mask(values, self._choices.drop, generator)
-
-            loss = self._loss(free, images, self._choices.drop, mask) * (len(images) / len(numbers) / unit)
+            images, drop = shares[share], self._choices.drop
+            loss = self._loss(free, images, drop, lambda values: random_mask(values, drop, self._generators[share]))
+            loss = loss * (len(images) / len(numbers) / unit)
             if not loss.requires_grad:  # for example if the block ends in a comparison
                 return torch.zeros_like(like)
             gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
@@ -480,22 +463,18 @@ class BlockInTraining:
         return float(self._ranks.sum_in_order(len(batches), loss, like)) / len(self._held_out)
 
     def _loss(self, program: Program, numbers: Tensor, drop: float | None = None, mask: Mask | None = None) -> Tensor:
-        """Return the mean error of the block's output on some images.
-
-        drop, mask: as in `_run`; here drop is also the share of the inputs that are exact.
-        """
+        """Return the mean error of the block's output. drop, mask: as in `_run`, and for the inputs that are exact."""
         inputs, targets = (pick(self._values, chunk, numbers) for chunk in (self._inputs, self._targets))
         name = self._in
         if drop and mask is not None and inputs[name].is_floating_point():
             exact = pick(self._values, {name: self._exact[name]}, numbers)
             inputs[name] = inputs[name].lerp(exact[name], mask(inputs[name]))
-        difference = self._run(program, inputs, drop, mask) - targets[self._out]
-        return self._error(difference, numbers)
+        return self._error(self._run(program, inputs, drop, mask) - targets[self._out], numbers)
 
     def _run(self, program: Program, inputs: Chunk, drop: float | None = None, mask: Mask | None = None) -> Tensor:
         """Return the block's output from a rewritten program and the block's inputs.
 
-        drop: in a training step, the share of activations that is not quantized, which `mask` chooses. Products are
+        drop: in a training step, the share of activations that is not quantized, which `mask` chooses; products are
         then in bfloat16 if the device supports it. None evaluates the block in float32.
         """
         steps = dict[str, Callable[..., Tensor]]()
@@ -518,7 +497,7 @@ class BlockInTraining:
 def _exponent(done: float) -> float:
     """Return the exponent of AdaRound's regulariser. done: the fraction of finished steps, at least the warm-up."""
     first, last = _ANNEALING
-    return last + (first - last) * 0.5 * (1 + math.cos(math.pi * (done - _WARM_UP) / (1 - _WARM_UP)))
+    return last + (first - last) * _rate((done - _WARM_UP) / (1 - _WARM_UP))
 
 
 def _rate(done: float) -> float:

@@ -7,7 +7,6 @@ place, and no number of the step may come from the processor.
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,21 +17,14 @@ from adalog.errors import ProgramError
 _WARM_UP = 3
 
 
-class Graph(Protocol):
-    """Recorded operations."""
-
-    def replay(self) -> None:
-        """Run the operations again, on the same memory."""
-
-
 class Masks:
     """Random masks for the values of a step, all from one call of a generator.
 
     The first step that takes masks draws each alone. Later steps draw as many numbers at once as the last step took.
+    drop: the share of ones. generator: on the device of the values.
     """
 
     def __init__(self, drop: float, generator: torch.Generator):
-        """Prepare masks. drop: the share of ones. generator: on the device of the values."""
         self.generator, self._drop = generator, drop
         self._taken = 0  # numbers that this step has taken
         self._drawn: Tensor | None = None
@@ -55,7 +47,7 @@ class Masks:
         return random_mask(torch.empty(count, device=self.generator.device), self._drop, self.generator)
 
 
-def random_mask(values: Tensor, drop: float, generator: torch.Generator | None) -> Tensor:
+def random_mask(values: Tensor, drop: float, generator: torch.Generator) -> Tensor:
     """Return a random mask, 1 for a share `drop` of the values and 0 for the others, in their shape and dtype.
 
     16 random bits decide each value independently, so the share is exact to within 2^-16.
@@ -69,17 +61,13 @@ def random_mask(values: Tensor, drop: float, generator: torch.Generator | None) 
 class Replay:
     """A step that is recorded as a graph after its first runs, and then replayed, if the device has graphs.
 
-    If it cannot be recorded, all steps run operation by operation.
+    If it cannot be recorded, all steps run operation by operation. step: runs on the device of the masks' generator,
+    and reads and writes tensors that stay in place. masks, optimizer: those that the step uses.
     """
 
     def __init__(self, step: Callable[[], None], masks: Masks, optimizer: torch.optim.Optimizer):
-        """Prepare the step.
-
-        step: runs on the device of the masks' generator, and reads and writes tensors that stay in place. masks,
-        optimizer: those that the step uses.
-        """
         self._step, self._masks, self._optimizer = step, masks, optimizer
-        self._graph: Graph | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
         self._left = _WARM_UP  # runs before the step is recorded
         self._records = has_graphs(masks.generator.device)
 
@@ -93,7 +81,6 @@ class Replay:
         self._graph = None
 
     def run(self) -> None:
-        """Run the step once."""
         if self._records and self._graph is None and self._left == 0:
             self._record()
         if self._graph is None:
@@ -106,8 +93,7 @@ class Replay:
         """Record the step without running it; after an error, later steps run as before."""
         before = self._masks.generator
         # A generator may be of no more use after an error, so a copy draws the numbers of the graph.
-        self._masks.generator = torch.Generator(before.device)
-        self._masks.generator.set_state(before.get_state())
+        self._masks.generator = torch.Generator(before.device).set_state(before.get_state())
         self._tell_optimizer(True)
         try:
             self._graph = record(self._step, self._masks.generator)
@@ -125,7 +111,7 @@ def has_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def record(step: Callable[[], None], generator: torch.Generator) -> Graph:
+def record(step: Callable[[], None], generator: torch.Generator) -> torch.cuda.CUDAGraph:
     """Record the operations of a step on the generator's device, without running them.
 
     Each replay draws new numbers from the generator. Raises RuntimeError, or what the step raises, if an operation

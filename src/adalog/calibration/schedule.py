@@ -1,7 +1,7 @@
 """Run searches in parallel threads and ranks, within the memory limit, from where an earlier run stopped."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -71,7 +71,7 @@ class Resources:
         Args:
             done: The finished units of work.
             total: All units of work.
-            name: The name of a part of the work.
+            name: What is next.
         """
         if self.progress is not None:
             self.progress(done, total, name)
@@ -86,10 +86,7 @@ def units_of_work(size: int) -> int:
 
 
 def assignment_codec(device: torch.device) -> Codec[Assignment]:
-    """Return the encoding that sends assignments between ranks exactly.
-
-    device: the device for received assignments.
-    """
+    """Return the encoding that sends assignments between ranks exactly. device: that of received assignments."""
     return Codec(
         lambda assignment: json.dumps(assignment_json(assignment)).encode(),
         lambda name, content: assignment_of(name, json.loads(content)).to(device),
@@ -105,10 +102,7 @@ def assignments_codec(device: torch.device) -> Codec[list[Assignment]]:
 
 
 class Scratch:
-    """The memory for temporaries that searches share.
-
-    A search waits until enough of it is free. A search that needs more than all of it runs alone.
-    """
+    """The memory that searches share. A search waits until enough is free; if all is not enough, it runs alone."""
 
     def __init__(self, size: int):
         self._size = self._free = size
@@ -141,61 +135,58 @@ def run_searches(
     device: torch.device,
     partial: Partial | None = None,
 ) -> dict[str, Assignment]:
-    """Return the assignment that the search finds for every group, by the group's name.
-
-    The searches that take the most bytes start first.
+    """Return the assignment that the search finds for every group, by the group's name; the largest start first.
 
     splits: groups whose operands are held together, in lists that one search takes; a split starts when the one before
-    it is done. known: assignments that need no search. bytes_of: the bytes of `memory` that each group takes, by its
-    name. work_of: the units of work of each group. partial: the opened file of the resources, to which the searches of
-    this rank are added. Progress counts units of work on all ranks, with the name of an unfinished group.
+    it is done. known: assignments that need no search. bytes_of: the bytes of `memory` that each group takes. work_of:
+    its units of work. partial: the opened file of the resources, to which the searches of this rank are added. Progress
+    counts units of work on all ranks, with the name of an unfinished group.
     """
-    scratch, ranks = Scratch(memory), resources.ranks
+    scratch, ranks, assignments = Scratch(memory), resources.ranks, dict[str, Assignment]()
     total = sum(work_of[group.name] for split in splits for stack in split for group in stack)
-    assignments = dict[str, Assignment]()
 
-    def report(names: Iterable[str]) -> None:
-        waiting = next((name for name in names if name not in assignments), None)
-        if waiting is not None:
-            resources.report(sum(work_of[name] for name in list(assignments)), total, waiting)
+    def size(stack: Sequence[SiteGroup]) -> int:
+        return sum(bytes_of[group.name] for group in stack)
 
-    for split in splits:
-
-        def size(stack: Sequence[SiteGroup]) -> int:
-            return sum(bytes_of[group.name] for group in stack)
-
+    def run_split(split: Sequence[Sequence[SiteGroup]]) -> None:
         stacks = {stack[0].name: stack for stack in sorted(split, key=size, reverse=True)}
-        members = {name: [group.name for group in stack] for name, stack in stacks.items()}
+        members = {first: [group.name for group in stack] for first, stack in stacks.items()}
         names = list(chain.from_iterable(members.values()))
         stored = {name: line for name in names if partial and (line := partial.get(name, device))}
         assignments.update({name: known[name] for name in names if name in known} | stored)
-        for name in names:
-            if partial is not None and ranks.first and name in assignments and name not in stored:
-                partial.add(name, assignments[name])
+        if partial is not None and ranks.first:
+            for name in names:
+                if name in assignments and name not in stored:
+                    partial.add(name, assignments[name])
 
-        def find(first: str, stacks: Mapping[str, Sequence[SiteGroup]] = stacks) -> list[Assignment]:
+        def report() -> None:
+            waiting = next((name for name in names if name not in assignments), None)
+            if waiting is not None:
+                resources.report(sum(work_of[name] for name in list(assignments)), total, waiting)
+
+        def find(first: str) -> list[Assignment]:
             with scratch.reserve(size(stacks[first])):
                 return search(stacks[first])
 
-        def finish(
-            first: str,
-            assigned: list[Assignment],
-            own: bool,
-            members: Mapping[str, Sequence[str]] = members,
-            names: Iterable[str] = names,
-        ) -> None:
+        def finish(first: str, assigned: list[Assignment], own: bool) -> None:
             for name, assignment in zip(members[first], assigned, strict=True):
                 assignments[name] = assignment
                 if partial is not None and own:
                     partial.add(name, assignment)
-            report(names)
+            report()
 
-        report(names)
-        complete = [first for first, group_names in members.items() if assignments.keys() >= {*group_names}]
-        done = {first: [assignments[name] for name in members[first]] for first in complete}
+        report()
+        done = {
+            first: [assignments[name] for name in group_names]
+            for first, group_names in members.items()
+            if assignments.keys() >= {*group_names}
+        }
         shared = ranks.share(
             list(stacks), find, coded=assignments_codec(device), threads=resources.jobs, known=done, finished=finish
         )
         for first, assigned in shared.items():
             assignments.update(zip(members[first], assigned, strict=True))
+
+    for split in splits:
+        run_split(split)
     return assignments

@@ -24,10 +24,6 @@ from adalog.search.tables import with_table
 class ProductFields:
     """The optional fields of `Product` that a search needs (`AnySearch.needs`), for any site.
 
-    - ordered: the operands after everything before their site is quantized, from one forward under the choices.
-    - weights: squared gradients of the loss with respect to every site's output, from backward passes.
-    - row_splits: the rows of a linear's weight that share a scale.
-
     All fields are held whole, in addition to the memory of `Observations`. unfolded: returns the reason why a pair's
     norm is not folded. memory: bytes for the values of a backward pass.
     """
@@ -66,55 +62,46 @@ class ProductFields:
             self.squared_gradients(needs.probes, noise=needs.noise)
         if needs.row_splits:
             self._all_row_splits()
-        if needs.importance:
-            self.row_weights(needs.importance)
+        self.row_weights(needs.importance)
 
     def gather_fields(self, group: SiteGroup, names: Collection[str], config: Config) -> dict[str, Any]:
-        """Return the fields "weights" and "row_splits" of a group's product, if its search needs them.
-
-        names: the names of the values that the group's search reads.
-        """
+        """Return "weights" and "row_splits" of a group's product, if needed. names: what its search reads."""
         needs, fields = config.search.needs, dict[str, Any]()
         if needs.probes:
             gradients = self.squared_gradients(needs.probes, noise=needs.noise)
-            values = {
-                site.node.name: self._observed.alike(site.left, names, gradients[site.node.name])
-                for call in group.calls
-                for site in call
-            }
-            fields["weights"] = in_shape_of_product(self._program, group, values)
+            fields["weights"] = self._in_shape_of_product(group, names, gradients)
         if needs.row_splits:
             fields["row_splits"] = self._row_splits(group)
         return fields
 
     def rows(self, group: SiteGroup, names: Collection[str], config: Config) -> Tensor | None:
-        """Return the numbers of the rows of a group's left operand with which a search counts them by importance.
+        """Return the numbers of the rows that a search reads so that they count by importance; None: each row once.
 
-        The numbers have the shape (T,), or (*batch, T) for a product of activations. None: the search reads each row
-        once. names: as in `gather_fields`.
+        Shape: (T,), or (*batch, T) for a product of activations. names: as in `gather_fields`.
         """
-        power = config.search.needs.importance
-        weights = self.row_weights(power) if power else None
+        weights = self.row_weights(config.search.needs.importance)
         if weights is None:
             return None
-        values = {
-            site.node.name: self._observed.alike(site.left, names, weights[site.node.name])
-            for call in group.calls
-            for site in call
-        }
+        importance = self._in_shape_of_product(group, names, weights).mean(-1)
+        return resample(importance.mean(0) if group.first.role == "conv" and importance.ndim > 1 else importance)
+
+    def _in_shape_of_product(
+        self, group: SiteGroup, names: Collection[str], of_outputs: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return values of the outputs of a group's sites, which may lack channels, in the shape of its product."""
+        sites = [site for call in group.calls for site in call]
+        values = {site.node.name: self._observed.alike(site.left, names, of_outputs[site.node.name]) for site in sites}
         if group.first.role == "conv":
             channels = len(self._program.tensors[group.first.right])
             values = {name: value.expand(-1, channels, -1, -1) for name, value in values.items()}
-        importance = in_shape_of_product(self._program, group, values).mean(-1)
-        return resample(importance.mean(0) if group.first.role == "conv" and importance.ndim > 1 else importance)
+        return in_shape_of_product(self._program, group, values)
 
     def row_weights(self, power: float) -> dict[str, Tensor] | None:
         """Return the weights of the rows of every site's output: `importance.row_weights`."""
         key = ("importance", power)
         if key not in self._cache:
             self._cache[key] = row_weights(self._program, self._images, self._groups, power, self._seed, self._memory)
-        weights: dict[str, Tensor] | None = self._cache[key]
-        return weights
+        return self._cache[key]
 
     def order(self, config: Config) -> Config | None:
         """Return a cache key: the config if sites are calibrated in sequence, else None."""
@@ -131,10 +118,7 @@ class ProductFields:
         return self._in_order[1]
 
     def _search(self, config: Config, group: SiteGroup, operands: Mapping[str, Tensor]) -> Assignment:
-        """Search the quantizers of a group on these operands, before its norm is folded.
-
-        Each channel of a norm that will be folded has its own quantizer (RepQ-ViT).
-        """
+        """Search a group on these operands; each channel of a norm to be folded has its own quantizer (RepQ-ViT)."""
         choices, assignments = choices_of(group, config), []
         formats = formats_of(group.first, choices)
         if group.pair is not None and not self._unfolded(group.pair, choices):
@@ -154,21 +138,16 @@ class ProductFields:
             sites = {name for group in self._groups for name in group.nodes}
             names = sites | {block.value_out for block in self._blocks}
             self._cache[key] = squared_gradients(self._program, self._images, names, used, memory=self._memory)
-        squares: dict[str, Tensor] = self._cache[key]
-        return squares
+        return self._cache[key]
 
     def _all_row_splits(self) -> dict[str, Tensor]:
         if "row splits" not in self._cache:
             sites = [site for group in self._groups for site in group.sites]
             self._cache["row splits"] = find_splits(self._program, sites, take(self._images, [0, 1]))
-        splits: dict[str, Tensor] = self._cache["row splits"]
-        return splits
+        return self._cache["row splits"]
 
     def _row_splits(self, group: SiteGroup) -> Tensor | None:
-        """Return the split of each row of the group's weight, (O,); the rows of one split share a scale.
-
-        None means that each row has its own scale.
-        """
+        """Return the split of each row of the group's weight, (O,), whose rows share a scale; None: all differ."""
         if group.first.role != "linear":
             return None
         splits, count = [], 0

@@ -1,5 +1,6 @@
 """Run the stages that change the result of the search, one after another, in the order of `Config.stages`."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -32,11 +33,10 @@ def check_images(config: Config, unlabelled: Sequence[Tensor]) -> None:
 
 
 def with_mirror_images(images: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return images (N, C, H, W) with their mirror images, left and right exchanged.
+    """Return images (N, C, H, W) with their mirror images, left and right exchanged; other inputs stay as they are.
 
     Stages hold out every fourth or every eighth image. An image and its mirror image have the same number modulo 8, so
-    they are held out together. Up to 7 of the last images have no mirror image for this reason. Inputs other than one
-    batch of images are returned unchanged.
+    they are held out together. Up to 7 of the last images have no mirror image for this reason.
     """
     if len(images) > 1 or images[0].ndim != 4 or not images[0].is_floating_point():
         return images
@@ -64,44 +64,37 @@ def run_stages(
     would then be better than on others, and the training would seem to make them worse.
 
     images: the calibration images. unlabelled: the images that stages may fit. partial: the opened file of the
-    resources, for finished parts of stages that fit images. Ranks share the steps of a reconstruction. The first rank
-    runs all other stages for all ranks, because each step of a stage starts from the results of the steps before it,
-    and adding up sums over parts of the images would change their last bits.
+    resources, for stages that fit images. Ranks share the steps of a reconstruction. The first rank runs all other
+    stages for all ranks, because each of their steps starts from the results of the steps before it, and adding up
+    sums over parts of the images would change their last bits.
     """
 
-    def run_stage(number: int, assigned: Assigned) -> Assigned:
+    def run_stage(number: int, before: Assigned) -> list[Assignment]:
         stage = stages[number]
-        if isinstance(stage, Fitting):
-            fitted = images if stage.images is None else take(unlabelled, range(stage.images))
-            if any(isinstance(later, Reconstruction) and later.robust for later in stages[number + 1 :]):
-                fitted = without_held_out(fitted)
-            if stage.mirrored:
-                fitted = with_mirror_images(fitted)
-            if isinstance(stage, Correction):
-                alike = [value.shape[1:] for value in fitted] == [value.shape[1:] for value in images]
-                weights = shared.row_weights(stage.importance) if alike else None  # positions are those of one size
-                progress = resources.progress
-                return correct(
-                    program, fitted, assigned, stage, weights, memory=memory, partial=partial, progress=progress
-                )
-            return reconstruct(
-                program, fitted, assigned, stage, resources, losses=LOSSES, seed=seed, memory=memory, partial=partial
+        if not isinstance(stage, Fitting):
+            refined = stage.refine(program, images, before, shared.squared_gradients, seed, memory)
+            pairs = zip(before, refined, strict=True)
+            return [old if new is old else judge(group, new) for (group, old), (_, new) in pairs]
+        fitted = images if stage.images is None else take(unlabelled, range(stage.images))
+        if any(isinstance(later, Reconstruction) and later.robust for later in stages[number + 1 :]):
+            fitted = without_held_out(fitted)
+        if stage.mirrored:
+            fitted = with_mirror_images(fitted)
+        if isinstance(stage, Correction):
+            alike = [value.shape[1:] for value in fitted] == [value.shape[1:] for value in images]
+            weights = shared.row_weights(stage.importance) if alike else None  # positions are those of one size
+            after = correct(
+                program, fitted, before, stage, weights, memory=memory, partial=partial, progress=resources.report
             )
-        current = stage.refine(program, images, assigned, shared.squared_gradients, seed, memory)
-        return [
-            (group, before if after is before else judge(group, after))
-            for (group, before), (_, after) in zip(assigned, current, strict=True)
-        ]
+        else:
+            after = reconstruct(
+                program, fitted, before, stage, resources, losses=LOSSES, seed=seed, memory=memory, partial=partial
+            )
+        return [assignment for _, assignment in after]
 
     current, coded = list(assigned), assignments_codec(images[0].device)
     for number, stage in enumerate(stages):
-        if isinstance(stage, Reconstruction):
-            current = list(run_stage(number, current))
-            continue
-
-        def run(number: int = number, before: Assigned = current) -> list[Assignment]:
-            return [assignment for _, assignment in run_stage(number, before)]
-
-        results = resources.ranks.by_first(run, coded)
+        run = functools.partial(run_stage, number, current)
+        results = run() if isinstance(stage, Reconstruction) else resources.ranks.by_first(run, coded)
         current = [(group, assignment) for (group, _), assignment in zip(assigned, results, strict=True)]
     return current

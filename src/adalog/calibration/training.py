@@ -43,22 +43,21 @@ class Rounding:
     """
 
     def __init__(self, stored: QuantizedTensor, weight: Tensor, choices: Reconstruction):
-        quantizer, codes = stored.quantizer, stored.codes.to(weight.dtype)
-        self._top = quantizer.code_count - 1
-        self._quantizer = quantizer
+        self._quantizer, codes = stored.quantizer, stored.codes.to(weight.dtype)
+        self.top = self._quantizer.code_count - 1
         # Codes are whole steps of the scale apart, so a code and its integer differ by a constant.
-        place = weight.reshape(codes.shape) / quantizer.scale + (codes - quantizer.integer(stored.codes))
-        self._up_or_down = choices.weights == "adaround"
-        inside = 0.5 - 2**-10 if self._up_or_down else _NEAR
-        place = torch.minimum(torch.maximum(place, codes - inside), codes + inside).clamp(0, self._top)
-        if self._up_or_down:
-            self._floor = place.floor().clamp(max=self._top - 1)
+        place = weight.reshape(codes.shape) / self._quantizer.scale + (codes - self._quantizer.integer(stored.codes))
+        up_or_down = choices.weights == "adaround"
+        inside = 0.5 - 2**-10 if up_or_down else _NEAR
+        place = torch.minimum(torch.maximum(place, codes - inside), codes + inside).clamp(0, self.top)
+        if up_or_down:
+            self._floor = place.floor().clamp(max=self.top - 1)
             share = ((place - self._floor).clamp(0.01, 0.99) + _STRETCH) / (1 + 2 * _STRETCH)
             self.latent = torch.logit(share).requires_grad_()
             self.log_scale = None
         else:
             self.latent = place.clone().requires_grad_()
-            self.log_scale = torch.zeros_like(quantizer.scale).requires_grad_()
+            self.log_scale = torch.zeros_like(self._quantizer.scale).requires_grad_()
 
     def soft(self, h: Tensor | None = None) -> QuantizedTensor:
         """Return the weight for training; with AdaRound, its codes are not whole numbers. h: h(V), if it is known."""
@@ -82,23 +81,18 @@ class Rounding:
         """Return the mean of AdaRound's regulariser over the values."""
         return rounding_regulariser(rectified_sigmoid(self.latent), exponent).mean()
 
-    def range(self) -> tuple[Tensor, int] | None:
-        """Return the latent values and the last code that they may reach; None if a sigmoid confines them."""
-        return None if self.log_scale is None else (self.latent, self._top)
-
 
 class _Levels:
     """The trainable scale of an activation's quantizer, and the trainable zero point of a uniform one."""
 
     def __init__(self, quantizer: Quantizer):
-        self._quantizer = quantizer
+        self.quantizer = quantizer
         self.log_scale = torch.zeros_like(quantizer.scale).requires_grad_()
-        self.moved = (
-            torch.zeros_like(quantizer.scale).requires_grad_() if isinstance(quantizer, UniformQuantizer) else None
-        )
+        is_uniform = isinstance(quantizer, UniformQuantizer)
+        self.moved = torch.zeros_like(quantizer.scale).requires_grad_() if is_uniform else None
 
     def soft(self, h: Tensor | None = None) -> Quantizer:
-        quantizer = replace(self._quantizer, scale=self._quantizer.scale * self.log_scale.exp())  # type: ignore[type-var]
+        quantizer = self.quantizer.rescale(self.log_scale.exp())
         if self.moved is None or not isinstance(quantizer, UniformQuantizer):
             return quantizer
         return replace(quantizer, zero_point=round_ste(quantizer.zero_point + self.moved))  # `confine` keeps it a code
@@ -106,12 +100,6 @@ class _Levels:
     @torch.no_grad()
     def hard(self) -> Quantizer:
         return self.soft()
-
-    def moved_range(self) -> tuple[Tensor, Tensor, int] | None:
-        """Return how far the zero point has moved, where it started, and the last code that it may reach."""
-        if self.moved is None or not isinstance(self._quantizer, UniformQuantizer):
-            return None
-        return self.moved, self._quantizer.zero_point, 2**self._quantizer.bits - 1
 
 
 Side = Rounding | _Levels
@@ -123,30 +111,33 @@ def confine(sides: Sequence[Side]) -> None:
 
     One operation clamps the values of all sides, because an accelerator waits for the launch of each.
     """
-    latent = [span for side in sides if isinstance(side, Rounding) and (span := side.range()) is not None]
-    if latent:
-        values = [value for value, _ in latent]
+    latent = [side for side in sides if isinstance(side, Rounding) and side.log_scale is not None]
+    if latent:  # a sigmoid confines the others
+        values = [side.latent for side in latent]
         torch._foreach_clamp_min_(values, 0)
-        torch._foreach_clamp_max_(values, [top for _, top in latent])
-    zero_points = [point for side in sides if isinstance(side, _Levels) and (point := side.moved_range()) is not None]
+        torch._foreach_clamp_max_(values, [side.top for side in latent])
+    zero_points = [
+        (side.moved, side.quantizer.zero_point, side.quantizer.code_count - 1)
+        for side in sides
+        if isinstance(side, _Levels) and side.moved is not None and isinstance(side.quantizer, UniformQuantizer)
+    ]
     if zero_points:
-        shifts, starts = [value for value, _, _ in zero_points], [start for _, start, _ in zero_points]
+        shifts, starts, tops = zip(*zero_points, strict=True)
         now = torch._foreach_add(starts, shifts)
         torch._foreach_clamp_min_(now, 0)
-        torch._foreach_clamp_max_(now, [top for _, _, top in zero_points])
+        torch._foreach_clamp_max_(now, tops)
         torch._foreach_copy_(shifts, torch._foreach_sub(now, starts))
 
 
 class GroupInTraining:
-    """A group of sites with the trainable parts of its assignment."""
+    """A group of sites with the trainable parts of its assignment.
+
+    quantized: the rewritten program, which holds the biases of the quantized sites.
+    """
 
     def __init__(
         self, group: SiteGroup, start: Assignment, program: Program, quantized: Program, choices: Reconstruction
     ):
-        """Create the trainable parts.
-
-        quantized: the rewritten program, which holds the biases of the quantized sites.
-        """
         self.group, self._start = group, start
         self._left = _Levels(start.left) if choices.scales and start.left is not None else None
         self._right: _Levels | Rounding | None = None
@@ -177,16 +168,9 @@ class GroupInTraining:
 
     def parameters(self) -> dict[str, list[Tensor]]:
         """Return the tensors to train, by the kind that determines their learning rate."""
-        tensors: dict[str, list[Tensor]] = {"codes": [], "scales": [], "biases": []}
-        for side in (self._left, self._right):
-            if isinstance(side, Rounding):
-                tensors["codes"].append(side.latent)
-                tensors["scales"] += [] if side.log_scale is None else [side.log_scale]
-            elif side is not None:
-                tensors["scales"].append(side.log_scale)
-                tensors["codes"] += [] if side.moved is None else [side.moved]
-        tensors["biases"] += [] if self._bias is None else [self._bias]
-        return tensors
+        codes = [side.latent if isinstance(side, Rounding) else side.moved for side in self.sides]
+        tensors = {"codes": codes, "scales": [side.log_scale for side in self.sides], "biases": [self._bias]}
+        return {kind: [value for value in values if value is not None] for kind, values in tensors.items()}
 
     def soft(self, h: Mapping[Side, Tensor] | None = None) -> Assignment:
         """Return the assignment for training. h: AdaRound's h(V) by weight, if it is known."""
@@ -219,10 +203,9 @@ class GroupInTraining:
 
 
 class BatchedRounding:
-    """AdaRound's h(V) of all weights of some groups, computed together for an accelerator."""
+    """AdaRound's h(V) of all weights of some groups that are rounded up or down, together for an accelerator."""
 
     def __init__(self, groups: Sequence[GroupInTraining]):
-        """Prepare the weights that are rounded up or down; other weights are left out."""
         sides = [side for group in groups for side in group.sides if isinstance(side, Rounding)]
         self._sides = [side for side in sides if side.log_scale is None]
         self._counts = [side.latent.numel() for side in self._sides]

@@ -24,8 +24,8 @@ from adalog.quantizers.quantiles import coprime
 Chunk = dict[str, Tensor]  # the program's inputs and other values, by name, for some of the images
 
 # The most images that run together on a processor. Larger batches do not fit the cache and allocate new memory for
-# every value. On an accelerator, `images_at_once` tells how many fit.
-# A caller that has read enough images can stop only between batches.
+# every value, and a caller that has read enough images can stop only between batches. On an accelerator,
+# `images_at_once` returns how many fit.
 BATCH = 32
 # If two images together and each of them alone have more bytes of values than this, a part of the values is compared.
 _COMPARED_BYTES = 1 << 28
@@ -57,15 +57,13 @@ class Values:
     blocks: the blocks that a caller takes in order. The values that they start from are called starts. The last start
     that was asked for is held, and later values are computed from it, so that all starts in order cost one forward. An
     earlier start is computed from the images again. If all starts and the values of one forward of all images fit in
-    memory, one forward computes the starts, and all of them are held. A start larger than its share of the memory is
-    held for as many of the first images as fit. `batches` then computes the remaining images as far as they are read,
-    and `of` computes all of them on every call.
+    memory, one forward computes all starts, and they are held. A start larger than its share of the memory is held for
+    as many of the first images as fit. `batches` then computes the remaining images as far as they are read, and `of`
+    computes all of them on every call.
 
-    On a processor, batches hold at most `BATCH` images. They give the same values as all images at once, up to
-    rounding. This is checked on two images. If it does not hold, because the program mixes images or counts them in a
-    dimension inside another, all images run at once, whatever the memory.
-
-    To resume after an interruption, make a new object with the program as it was. memory: None for no limit.
+    On a processor, batches hold at most `BATCH` images. If the program mixes images, or counts them in a dimension
+    inside another, which is tested on two images, all images run at once, whatever the memory. memory: None for no
+    limit. To resume after an interruption, make a new object with the program as it was.
     """
 
     def __init__(
@@ -79,9 +77,9 @@ class Values:
     ):
         """Plan which starts fit in memory.
 
-        like: the values of the float program. They determine which values keep images apart in this quantized program.
-        In a quantized program, one code at a rounding threshold would look as if images were mixed. With `like`, the
-        program changes stretch by stretch, so later starts are not computed ahead.
+        like: the values of the float program. They determine which values keep images apart, because in this quantized
+        program one code at a rounding threshold would look as if images were mixed. With `like`, the program changes
+        stretch by stretch, so later starts are not computed ahead.
         """
         self.program, self.starts = program, tuple(block.value_in for block in blocks)
         self.images: Chunk = dict(zip(program.inputs, images, strict=True))
@@ -111,7 +109,6 @@ class Values:
         return image_axes(self.program, list(self.images.values()))
 
     def is_float(self, name: str) -> bool:
-        """Return True if this value is a floating-point tensor."""
         value = self.shapes.get(name)
         return isinstance(value, Tensor) and value.is_floating_point()
 
@@ -193,8 +190,7 @@ class Values:
         program: as in `of`. watch, steps: passed to `Program.run`.
         """
         stretch = self._stretch(chunk, names, program)
-        result: Chunk = stretch.run([chunk[name] for name in stretch.inputs], watch, steps)
-        return result
+        return stretch.run([chunk[name] for name in stretch.inputs], watch, steps)
 
     def _stretch(self, chunk: Chunk, names: Collection[str], program: Program | None) -> Program:
         output = {name: Ref(name) for name in names}
@@ -234,7 +230,6 @@ class Values:
         return keeps_images_apart(run, list(axes), places)
 
     def count_of(self, chunk: Chunk) -> int:
-        """Return the number of images in a chunk."""
         return len(chunk[self.program.inputs[0]])
 
     def part(self, chunk: Chunk, first: int, count: int) -> Chunk:
@@ -285,17 +280,16 @@ class Values:
 
     def _hold(self, values: Chunk) -> None:
         """Hold those of the values that are starts, in place of earlier ones if not all starts fit."""
+        starts = {name: values[name] for name in self.starts if name in values}
         if self._all_fit:
-            self._held |= {name: value for name, value in values.items() if name in self.starts}
-            return
-        for name in self.starts:
-            if name in values and size_in_bytes(self.shapes[name]) <= self._limit:
-                self._held = {name: values[name]}
+            self._held |= starts
+        elif small := [name for name in starts if size_in_bytes(self.shapes[name]) <= self._limit]:
+            self._held = {small[-1]: starts[small[-1]]}
 
     def _source(self, names: Sequence[str], count: int) -> tuple[Chunk, int]:
-        """Return the images with the nearest start up to the first of these values that is held for enough images.
+        """Return the images with the nearest start up to the first value that is held for at least `count` images.
 
-        count: how many images are enough. Also return for how many images the start is held.
+        Also return for how many images it is held.
         """
         behind = self._from(names[0])[1:]
         for start in reversed(self.starts[: len(self.starts) - len(behind)]):
@@ -357,9 +351,8 @@ class Values:
 
     def _may_split(self, chunk: Chunk, names: Collection[str], program: Program | None = None) -> bool:
         """Return True if all these values can be handled in batches; new names are tested on two images."""
-        if self.batch >= self.count:
-            return False
-        return self._keep_apart(self.images, chunk, None) and self._keep_apart(chunk, names, program)
+        apart = self.batch < self.count and self._keep_apart(self.images, chunk, None)
+        return apart and self._keep_apart(chunk, names, program)
 
     def _keep_apart(self, chunk: Chunk, names: Collection[str], program: Program | None) -> bool:
         new = [name for name in names if name not in self._apart]
