@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from adalog import Calibration, Config, Search
+from adalog import Calibration, Config, Search, library
 from adalog.baselines import ScaleSearch
 from adalog.calibration import calibration as calibration_module
 from adalog.calibration.partial import fingerprint
@@ -28,6 +28,14 @@ settings.load_profile("steady")
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def reloaded():
+    """Load the compiled library again when the test first uses it, and once more after the test."""
+    library.load.cache_clear()
+    yield
+    library.load.cache_clear()
 
 
 _CAPTURES = {}

@@ -15,7 +15,7 @@ from adalog import Config
 from adalog.quantizers import UniformQuantizer
 from adalog.runtime.native import abi
 from test_native_products import check_accumulators
-from whole_numbers import codes_of, left_quantizer, model_of, uniform
+from whole_numbers import codes_of, computed_product, left_quantizer, model_of, stored_product
 
 
 def laid_out(structure, pointer):
@@ -128,22 +128,15 @@ def run_products():
         generator = torch.Generator().manual_seed(seed)
         draw = lambda high: int(torch.randint(1, high, (), generator=generator))  # noqa: E731, B023
         kind, table = ("uniform", "log2", "adalog")[seed % 3], (8, 16)[draw(3) - 1]
-        width, other, rows, terms, columns = 1 + draw(8), 1 + draw(8), draw(20), draw(300), draw(90)
-        heads = draw(4)
-        largest = (0, 0, 1, 2)[seed % 4]
-        left = left_quantizer(generator, kind, width, table, (heads, 1, 1) if kind == "uniform" and seed % 2 else ())
-        codes = codes_of(generator, width, (2, heads, rows, terms), largest)
+        widths, heads, rows, terms, columns = (1 + draw(8), 1 + draw(8)), draw(4), draw(20), draw(300), draw(90)
+        drawn, largest = (generator, kind, widths, table), (0, 0, 1, 2)[seed % 4]
         if seed % 2:
-            right = uniform(generator, other, heads, 1, 1)
-            others = codes_of(generator, other, (2, heads, terms, columns), largest)
-            model = model_of("aten.matmul.default", left, right, codes.shape, others.shape)
+            model, codes, others = computed_product(*drawn, (2, heads, rows, terms), columns, largest)
             others = others.mT.contiguous().mT if seed % 4 == 1 else others
+            check_accumulators("scalar", model, codes, others)
         else:
-            right = uniform(generator, other, columns, 1)
-            codes, others = codes[0], None
-            weight = codes_of(generator, other, (columns, terms), largest)
-            model = model_of("aten.linear.default", left, right, codes.shape, None, weight)
-        check_accumulators("scalar", model, codes, others)
+            model, codes, _ = stored_product(*drawn, (heads, rows, terms), (columns, terms), largest)
+            check_accumulators("scalar", model, codes)
     for seed in range(6):  # long sums of codes below 16, which the level `wasm` computes for two rows at once
         generator = torch.Generator().manual_seed(seed)
         zero_point = torch.tensor([0.0, 7.0, 15.0]).repeat(12)[:, None]
@@ -153,13 +146,9 @@ def run_products():
         left = left_quantizer(generator, "uniform", 4, 8, ())
         check_accumulators("scalar", model_of("aten.linear.default", left, right, codes.shape, None, weight), codes)
     for seed in range(12):  # convolutions of each channel alone
-        generator = torch.Generator().manual_seed(seed)
-        width, channels = 2 + seed % 7, (3, 8, 21, 40)[seed % 4]
-        right = uniform(generator, 8 - seed % 7, channels, 1, 1, 1)
-        left = uniform(generator, width, *((channels, 1, 1) if seed % 2 else ()))
-        codes = codes_of(generator, width, (2, channels, 9, 8), (0, 0, 1, 2)[seed % 4])
-        weight = codes_of(generator, right.bits, (channels, 1, 3, 3), (0, 1, 2)[seed % 3])
-        geometry = ((1 + seed % 2, 1), (1, 1), (1, 1), channels)
-        check_accumulators(
-            "scalar", model_of("aten.conv2d.default", left, right, codes.shape, None, weight, geometry), codes
-        )
+        channels = (3, 8, 21, 40)[seed % 4]
+        shapes, own = ((2, channels, 9, 8), (channels, 1, 3, 3)), (channels, 1, 1) if seed % 2 else ()
+        drawn = torch.Generator().manual_seed(seed), "uniform", (2 + seed % 7, 8 - seed % 7), 8
+        geometry = (1 + seed % 2, 1), (1, 1), (1, 1), channels
+        model, codes, _ = stored_product(*drawn, *shapes, (0, 0, 1, 2)[seed % 4], own, geometry)
+        check_accumulators("scalar", model, codes)

@@ -9,6 +9,7 @@ from safetensors.torch import save as to_bytes
 
 from adalog import ArtifactError, QuantizedModel, artifact
 from adalog.artifact import KEY
+from adalog.export import to_pack
 
 
 def serialise(model):
@@ -78,6 +79,13 @@ def setting(*path):
         place[last] = value(header) if callable(value) else value
 
     return change
+
+
+def packed(model, path, batches=(1,), *options):
+    """Write the pack of a model for some batch sizes to a path, and the artifact beside it. options: of `to_pack`."""
+    model.save(path.with_suffix(".safetensors"))
+    path.write_bytes(to_pack(path.with_suffix(".safetensors"), batches, *options))
+    return path
 
 
 def first(kernel):

@@ -89,7 +89,8 @@ def test_certificates_notice_other_artifacts_and_changed_files(quantize, write, 
     content = bytearray(write("w8a8"))
     found = export.certify_executorch(quantize("w8a8"), "another", bytes(content), [(images,)])
     assert "the file was made from another artifact" in found.failures
-    place = content.rindex(bytes(executorch.UniformProduct(_linear(quantize("w8a8"))).units[:4].numpy().tobytes()))
+    sites = {site.name: site for site in executorch.ProgramModule(quantize("w8a8"), executorch.MAKERS).sites}
+    place = content.rindex(executorch.UniformProduct(sites["qkv"]).units[:4].numpy().tobytes())
     content[place] ^= 1
     found = export.certify_executorch(quantize("w8a8"), "digest", bytes(content), [(images,)])
     assert "the file differs from the file that adalog writes for the artifact" in found.failures
@@ -97,11 +98,6 @@ def test_certificates_notice_other_artifacts_and_changed_files(quantize, write, 
         export.certify_executorch(quantize("w8a8"), "digest", b"\0\0\0\0ET12", [(images,)])
     with pytest.raises(ValueError, match="there are no images"):
         export.certify_executorch(quantize("w8a8"), "digest", write("w8a8"), [])
-
-
-def _linear(quantized):
-    """Return the site of a linear."""
-    return next(site for site in executorch.ProgramModule(quantized, executorch.MAKERS).sites if site.name == "qkv")
 
 
 @present

@@ -199,8 +199,7 @@ def test_the_error_stream_and_the_level_of_logging_stay():
 
 
 @pytest.mark.parametrize(
-    ("layer", "value"),
-    [(nn.Linear(8, 5), torch.inf), (nn.LayerNorm(8), -torch.inf), (nn.Conv1d(6, 6, 3), torch.nan)],
+    ("layer", "value"), [(nn.Linear(8, 5), torch.inf), (nn.LayerNorm(8), -torch.inf), (nn.Conv1d(6, 6, 3), torch.nan)]
 )
 def test_weights_that_are_not_finite_are_named(layer, value):
     model = nn.Sequential(nn.Identity(), layer).eval()

@@ -10,15 +10,8 @@ from hypothesis import strategies as st
 from adalog import library
 from adalog.quantizers import UniformQuantizer, elementwise, fused
 
-SHAPES = [
-    ((7, 33), ()),
-    ((5, 130), (0,)),
-    ((2, 3, 11, 17), (1,)),
-    ((4, 6, 9), (0, 1)),
-    ((3, 5, 70), (2,)),
-    ((2, 0), ()),
-    ((0, 3, 4), (1,)),
-]
+SHAPES = [((7, 33), ()), ((5, 130), (0,)), ((2, 3, 11, 17), (1,)), ((4, 6, 9), (0, 1)), ((3, 5, 70), (2,))]
+SHAPES += [((2, 0), ()), ((0, 3, 4), (1,))]  # without values
 compiled = pytest.mark.skipif(library.load()[0] is None, reason=library.load()[1])
 
 
@@ -34,17 +27,13 @@ def normal(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def groups_of(shape, keep):
-    return [shape[dim] for dim in keep]
-
-
 @pytest.mark.parametrize(("shape", "keep"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_uniform_errors_are_those_of_the_quantizers(way, shape, keep, dtype, bits):
-    values = normal(*shape)
-    scale = normal(3, *groups_of(shape, keep), seed=1).abs() + 0.01
-    zero_point = (normal(3, *groups_of(shape, keep), seed=2) * 2**bits).round().clamp(0, 2**bits - 1)
+    values, groups = normal(*shape), [shape[dim] for dim in keep]
+    scale = normal(3, *groups, seed=1).abs() + 0.01
+    zero_point = (normal(3, *groups, seed=2) * 2**bits).round().clamp(0, 2**bits - 1)
     found = fused.uniform_errors(values, scale, zero_point, bits, keep, dtype)
     against = [1 if dim not in keep else size for dim, size in enumerate(shape)]
     assert found.dtype == dtype
@@ -77,13 +66,16 @@ def test_halves_round_to_even_in_both(scale, zero_point, step, half):
     assert torch.equal(found[0], code * scale - values)
 
 
-def test_values_that_are_strided(way):
-    values = normal(6, 40).t()[::2]
-    scale, zero_point = torch.tensor([[0.3]] * 2).expand(2, 20), torch.tensor([[3.0]] * 2).expand(2, 20)
-    found = fused.uniform_errors(values, scale, zero_point, 3, (0,), torch.float32)
-    assert torch.equal(
-        found, fused.uniform_errors(values.clone(), scale.clone(), zero_point.clone(), 3, (0,), torch.float32)
+def test_values_and_tables_that_are_strided(way):
+    strided = normal(6, 40).t()[::2], *(torch.full((2, 1), value).expand(2, 20) for value in (0.3, 3.0))
+    found, wanted = (
+        fused.uniform_errors(*given, 3, (0,), torch.float32)
+        for given in (strided, [value.clone() for value in strided])
     )
+    assert torch.equal(found, wanted)
+    values, bins, table = normal(6), torch.arange(6, dtype=torch.int32), normal(12, seed=1)
+    (found,) = fused.table_errors(values, bins, table[None, ::2], torch.float32)
+    assert torch.equal(found, table[::2] - values)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -127,16 +119,15 @@ def test_a_default_device_is_not_where_results_are(way):
 def test_what_does_not_fit_is_an_error(way):
     """And not memory that is another's."""
     values, ones = normal(3, 4), torch.ones
-    with pytest.raises(RuntimeError):
-        fused.uniform_errors(values, ones(2), ones(2), 4, (0,), torch.float32)
-    with pytest.raises(RuntimeError):
-        fused.uniform_errors(values, ones(2, 3), ones(2, 2), 4, (0,), torch.float32)
-    with pytest.raises(RuntimeError):
-        fused.table_errors(values, ones(11, dtype=torch.int32), ones(1, 2), torch.float32)
-    with pytest.raises(RuntimeError):
-        fused.sums(normal(2, 3, 3), values, None, ())
-    with pytest.raises(RuntimeError):
-        fused.sums(normal(2, 3, 4), values, normal(2, 3, 3), ())
+    for function, *arguments in (
+        (fused.uniform_errors, ones(2), ones(2), 4, (0,), torch.float32),
+        (fused.uniform_errors, ones(2, 3), ones(2, 2), 4, (0,), torch.float32),
+        (fused.table_errors, ones(11, dtype=torch.int32), ones(1, 2), torch.float32),
+        (lambda base, product: fused.sums(product, base, None, ()), normal(2, 3, 3)),
+        (lambda base, error: fused.sums(normal(2, 3, 4), base, error, ()), normal(2, 3, 3)),
+    ):
+        with pytest.raises(RuntimeError):
+            function(values, *arguments)
 
 
 def test_types_may_differ(way):
@@ -145,12 +136,6 @@ def test_types_may_differ(way):
     product, error = normal(2, 6), normal(2, 6, seed=2).bfloat16()
     found = fused.sums(product.clone(), values, error, ())
     torch.testing.assert_close(found, ((product + 2 * values) * error).sum(1))
-
-
-def test_tables_that_are_strided(way):
-    values, bins, table = normal(6), torch.arange(6, dtype=torch.int32), normal(12, seed=1)
-    (found,) = fused.table_errors(values, bins, table[None, ::2], torch.float32)
-    assert torch.equal(found, table[::2] - values)
 
 
 def test_sums_do_not_drift(way):

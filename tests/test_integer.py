@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 
 from adalog import Config, Search
 from adalog.config import power_law_format
-from adalog.quantizers import (
-    LogQuantizer,
-    UniformFormat,
-    UniformQuantizer,
-    integer_levels,
-    log_levels,
-    most_headroom,
-)
+from adalog.quantizers import LogQuantizer, UniformFormat, UniformQuantizer, integer_levels, log_levels, most_headroom
 from adalog.runtime import integer, reference
 from adalog.runtime.integer import products
 from adalog.search.operand import Operand
@@ -30,11 +23,15 @@ from strategies import bits, normal, q, seeds
 from whole_numbers import (
     EXECUTORS,
     LOGS,
+    accumulated,
     codes_of,
+    computed_product,
     convolved,
     left_quantizer,
     model_of,
     multiplied,
+    site_of,
+    stored_product,
     uniform,
     whole,
     written_out,
@@ -113,12 +110,9 @@ def test_tables_that_cannot_be(fields, match):
 
 def check_accumulators(model, left, right, expected):
     """Both executors' from these codes, and their outputs beside the fake-quantized model's."""
-    (site,) = reference.plan(model.program, model.example)
-    for encoder, product in MAKERS:
-        lifted = [encoder(site.left, site).lift(left)]
-        if site.weight is None:
-            lifted.append(encoder(site.right, site).lift(right))
-        found = product(site).accumulate(*lifted)
+    site = site_of(model)
+    for makers in MAKERS:
+        found = accumulated(site, *makers, left, right)
         assert len(found) == len(expected) == len(site.scales)
         for sums, wanted, bound in zip(found, expected, site.bounds, strict=True):
             assert sums.dtype == torch.int64
@@ -139,47 +133,34 @@ tables = st.sampled_from([8, 16])
 extremes = st.sampled_from([0, 0, 1, 2])
 
 
-def linear(kind, width, weight_width, table, sizes, extreme, seed):
-    generator = torch.Generator().manual_seed(seed)
+def linear(kind, widths, table, sizes, extreme, seed):
     batch, outputs, terms = sizes
-    left = left_quantizer(generator, kind, width, table, ())
-    right = uniform(generator, weight_width, outputs, 1)
-    codes = codes_of(generator, width, (batch, 3, terms), extreme)
-    weight = codes_of(generator, weight_width, (outputs, terms), extreme)
-    model = model_of("aten.linear.default", left, right, codes.shape, None, weight)
-    (other,) = whole(right, weight)
-    check_accumulators(model, codes, None, [multiplied(part, other.T) for part in whole(left, codes)])
+    shapes = (batch, 3, terms), (outputs, terms)
+    model, codes, weight = stored_product(torch.Generator().manual_seed(seed), kind, widths, table, *shapes, extreme)
+    (other,) = whole(site_of(model).right, weight)
+    check_accumulators(model, codes, None, [multiplied(part, other.T) for part in whole(site_of(model).left, codes)])
 
 
-def attention(kind, width, other_width, table, sizes, per_head, extreme, seed):
-    generator = torch.Generator().manual_seed(seed)
+def attention(kind, widths, table, sizes, per_head, extreme, seed):
     batch, rows, terms, columns = sizes
-    heads = 2
-    shape = (heads, 1, 1) if per_head else ()
-    left = left_quantizer(generator, kind, width, table, shape)
-    right = uniform(generator, other_width, *shape)
-    codes = codes_of(generator, width, (batch, heads, rows, terms), extreme)
-    others = codes_of(generator, other_width, (batch, heads, terms, columns), extreme)
-    model = model_of("aten.matmul.default", left, right, codes.shape, others.shape)
-    (wanted,) = whole(right, others)
-    check_accumulators(model, codes, others, [multiplied(part, wanted) for part in whole(left, codes)])
+    sizes = (batch, 2, rows, terms), columns, extreme, per_head
+    model, codes, others = computed_product(torch.Generator().manual_seed(seed), kind, widths, table, *sizes)
+    (wanted,) = whole(site_of(model).right, others)
+    check_accumulators(model, codes, others, [multiplied(part, wanted) for part in whole(site_of(model).left, codes)])
 
 
-def convolution(kind, widths, sizes, geometry, plain, extreme, seed):
+def convolution(kind, widths, table, sizes, geometry, plain, extreme, seed):
     """Padded ones too, whose places are zero whatever code that would be, and offsets that no bias can absorb."""
-    generator = torch.Generator().manual_seed(seed)
-    width, weight_width, table = widths
     batch, groups, each, outputs = sizes  # of channels, each group sees `each` and puts out `outputs`
     stride, padding, dilation, own_offset = geometry
-    shape = (groups, 1, 1) if kind == "uniform" and each == 1 else ()
-    left = left_quantizer(generator, kind, width, table, shape, 0.17 if own_offset and kind in LOGS else 0.0)
-    right = uniform(generator, weight_width, outputs * groups, 1, 1, 1)
-    codes = codes_of(generator, width, (batch, groups * each, 5, 4), extreme)
-    weight = codes_of(generator, weight_width, (outputs * groups, each, 2, 2), extreme)
-    pairs = (stride, 1), (padding, 0), (dilation, 1)
-    model = model_of("aten.conv2d.default", left, right, codes.shape, None, weight, (*pairs, groups))
-    (other,) = whole(right, weight)
-    expected = [convolved(part, other, *pairs, groups) for part in whole(left, codes)]
+    own = (groups, 1, 1) if kind == "uniform" and each == 1 else ()
+    pairs, offset = ((stride, 1), (padding, 0), (dilation, 1)), 0.17 if own_offset and kind in LOGS else 0.0
+    shapes = (batch, groups * each, 5, 4), (outputs * groups, each, 2, 2)
+    model, codes, weight = stored_product(
+        torch.Generator().manual_seed(seed), kind, widths, table, *shapes, extreme, own, (*pairs, groups), offset
+    )
+    (other,) = whole(site_of(model).right, weight)
+    expected = [convolved(part, other, *pairs, groups) for part in whole(site_of(model).left, codes)]
     # as they are summed: (B, groups, L, O / groups)
     ordered = [sums.reshape(batch, groups, outputs, -1).transpose(0, 1, 3, 2) for sums in expected]
     with mock.patch.object(products, "_SUMS_PLAINLY", plain and products._SUMS_PLAINLY):
@@ -189,16 +170,16 @@ def convolution(kind, widths, sizes, geometry, plain, extreme, seed):
 few = st.integers(1, 3)
 geometries = st.tuples(st.integers(1, 2), st.integers(0, 2), st.integers(1, 2), st.booleans())
 PRODUCTS = {
-    linear: (kinds, bits, bits, tables, st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 9))),
-    attention: (kinds, bits, bits, tables, st.tuples(*[st.integers(1, 5)] * 4), st.booleans()),
-    convolution: (kinds, st.tuples(bits, bits, tables), st.tuples(few, few, few, few), geometries, st.booleans()),
+    linear: [st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 9))],
+    attention: [st.tuples(*[st.integers(1, 5)] * 4), st.booleans()],
+    convolution: [st.tuples(few, few, few, few), geometries, st.booleans()],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_accumulators(product):
-    given(*PRODUCTS[product], extremes, seeds)(product)()
+    given(kinds, st.tuples(bits, bits), tables, *PRODUCTS[product], extremes, seeds)(product)()
 
 
 @given(kinds, bits, tables, seeds, st.sampled_from([(3, 5, 7), (1, 9, 4), (2, 2, 3, 4)]), st.booleans())
@@ -216,9 +197,7 @@ def test_codes_are_the_quantizers_own(kind, width, table, seed, shape, transpose
     stored = torch.zeros(1, x.shape[-1], dtype=torch.uint8)
     for op, weight in (("aten.linear.default", stored), ("aten.matmul.default", None)):
         other = None if weight is not None else (1, *x.shape[1:-2], x.shape[-1], 1)[-x.ndim :]
-        model = model_of(op, quantizer, right, x.shape, other, weight)
-        (site,) = reference.plan(model.program, model.example)
-        encoder = integer.DigitEncoder(quantizer, site)
+        encoder = integer.DigitEncoder(quantizer, site_of(model_of(op, quantizer, right, x.shape, other, weight)))
         wanted = encoder.lift(quantizer.quantize(x))
         assert all(map(torch.equal, encoder(x), wanted))
 
@@ -231,8 +210,7 @@ def test_large_sums(terms, width, accumulators):
     codes = torch.zeros(2, 1, terms, dtype=torch.uint8)
     weight = torch.full((2, terms), 2**width - 1, dtype=torch.uint8)
     model = model_of("aten.linear.default", left, right, codes.shape, None, weight)
-    (site,) = reference.plan(model.program, model.example)
-    assert site.bits == accumulators
+    assert site_of(model).bits == accumulators
     wanted = np.full((2, 1, 2), terms * 2**15 * (2**width - 1), dtype=object)
     check_accumulators(model, codes, None, [wanted])
 
@@ -243,26 +221,23 @@ def test_zero_points_far_from_the_codes(op, zero_point):
     """Values that are all far from zero have such zero points: their integers do not fit in a byte."""
     generator = torch.Generator().manual_seed(0)
     left = UniformQuantizer(torch.tensor(0.5), torch.tensor(float(zero_point)), 4)
-    shapes = {"aten.linear.default": (2, 3, 5), "aten.matmul.default": (2, 3, 5), "aten.conv2d.default": (2, 4, 5, 4)}
-    codes = codes_of(generator, 4, shapes[op], 0)
+    codes = codes_of(generator, 4, (2, 4, 5, 4) if op == "aten.conv2d.default" else (2, 3, 5), 0)
     (whole_left,) = whole(left, codes)
     if op == "aten.matmul.default":
         right = UniformQuantizer(torch.tensor(0.25), torch.tensor(-float(zero_point)), 4)
         others = codes_of(generator, 4, (2, 5, 4), 0)
         model = model_of(op, left, right, codes.shape, others.shape)
         check_accumulators(model, codes, others, [multiplied(whole_left, *whole(right, others))])
-        return
-    right = uniform(generator, 4, 6, 1) if op == "aten.linear.default" else uniform(generator, 4, 4, 1, 1, 1)
-    weight = codes_of(generator, 4, (6, 5) if op == "aten.linear.default" else (4, 2, 2, 2), 0)
-    (other,) = whole(right, weight)
-    if op == "aten.linear.default":
+    elif op == "aten.linear.default":
+        right, weight = uniform(generator, 4, 6, 1), codes_of(generator, 4, (6, 5), 0)
         model = model_of(op, left, right, codes.shape, None, weight)
-        check_accumulators(model, codes, None, [multiplied(whole_left, other.T)])
-        return
-    geometry = (1, 1), (1, 0), (1, 1), 2
-    model = model_of(op, left, right, codes.shape, None, weight, geometry)
-    sums = convolved(whole_left, other, *geometry).reshape(2, 2, 2, -1).transpose(0, 1, 3, 2)
-    check_accumulators(model, codes, None, [sums])
+        check_accumulators(model, codes, None, [multiplied(whole_left, whole(right, weight)[0].T)])
+    else:
+        right, weight = uniform(generator, 4, 4, 1, 1, 1), codes_of(generator, 4, (4, 2, 2, 2), 0)
+        geometry = (1, 1), (1, 0), (1, 1), 2
+        model = model_of(op, left, right, codes.shape, None, weight, geometry)
+        sums = convolved(whole_left, *whole(right, weight), *geometry).reshape(2, 2, 2, -1).transpose(0, 1, 3, 2)
+        check_accumulators(model, codes, None, [sums])
 
 
 # --- the choice of a table -------------------------------------------------------------------------------------------
@@ -274,8 +249,7 @@ def test_eight_bits_where_they_cost_little(width, kind):
     config = Config(activation_bits=width)
     probabilities = (normal(2, 1, 40, 40, seed=width) * 3).softmax(-1).float()
     left = Operand(probabilities, power_law_format(kind, width, config, 0.0))
-    right = Operand(normal(2, 1, 8, 40, seed=1).float(), UniformFormat(width))
-    product = Product("av", left, right)
+    product = Product("av", left, Operand(normal(2, 1, 8, 40, seed=1).float(), UniformFormat(width)))
     plain = Search(rounds=1, steps=1).search_product(product)
     chosen = with_table(product, plain, "calibrated")
     ratios = {}
@@ -295,8 +269,7 @@ def test_eight_bits_where_they_cost_little(width, kind):
 
 def test_headrooms_leave_accumulators_in_32_bits():
     width, terms = 7, 6000
-    form = power_law_format("log2", width, Config(), 0.0)
-    left = Operand(normal(64, terms).abs().float(), form)
+    left = Operand(normal(64, terms).abs().float(), power_law_format("log2", width, Config(), 0.0))
     right = Operand(normal(8, terms, seed=1).float(), UniformFormat(8, own_dims=(0,)))
     product = Product("linear", left, right)
     found = with_table(product, Search(rounds=1, steps=0).search_product(product), "u16").left

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adalog import library
-from adalog.export import to_pack
 from adalog.quantizers import UniformQuantizer
-from adalog.runtime import native, reference
+from adalog.runtime import native
 from adalog.runtime.native import abi, products
 from adalog.runtime.native.arena import Layout
 from adalog.runtime.native.tables import Lookup, search_tables, steps_of
+from stored import packed
 from strategies import bits, normal, seeds
 from test_run import HOSTILE
-from whole_numbers import left_quantizer, model_of
+from whole_numbers import left_quantizer, model_of, site_of
 
 LEVELS = library.levels()
 needs_kernels = pytest.mark.skipif(not LEVELS, reason=f"no kernels: {library.why()}")
@@ -59,17 +59,9 @@ def test_rows_have_their_places(level, columns, count, data):
     assert torch.equal(sums, wanted)
     one, none, residual = torch.ones(columns), torch.zeros(columns), torch.randn(3, columns)
     floats = torch.zeros(count + 5, columns)
-    kind = abi.Output(
-        kind=abi.FLOATS,
-        scale=one.data_ptr(),
-        bias=none.data_ptr(),
-        parameters=columns,
-        residual=residual.data_ptr(),
-        residual_bytes=residual.nbytes,
-        added_to=added_to.data_ptr(),
-        **products.place(floats),
-        **told,
-    )
+    parameters = {"scale": one.data_ptr(), "bias": none.data_ptr(), "parameters": columns}
+    told |= {"residual": residual.data_ptr(), "residual_bytes": residual.nbytes, "added_to": added_to.data_ptr()}
+    kind = abi.Output(kind=abi.FLOATS, **parameters, **products.place(floats), **told)
     context.run("linear", products.linear(weights, [rows], kind))
     wanted = torch.zeros_like(floats)
     wanted[places[places >= 0].long()] = (plain + residual[added_to.long()])[places >= 0]
@@ -104,16 +96,13 @@ def test_functions_of_few_values(level, count, spread, width, seed):
     """On thresholds, beside them, between them and far beyond, however close they lie to each other."""
     generator = torch.Generator().manual_seed(seed)
     thresholds = torch.randn(count, generator=generator)
-    thresholds = (
-        {
-            "even": lambda x: x,
-            "crowded": lambda x: x**9,  # most of them about zero
-            "far": lambda x: x * 1e37,
-            "tiny": lambda x: x * 1e-42 + 1,  # ends up as 1, and zero a threshold
-        }[spread](thresholds)
-        .sort()
-        .values.unique()
-    )
+    spreads = {
+        "even": lambda x: x,
+        "crowded": lambda x: x**9,  # most of them about zero
+        "far": lambda x: x * 1e37,
+        "tiny": lambda x: x * 1e-42 + 1,  # ends up as 1, and zero a threshold
+    }
+    thresholds = spreads[spread](thresholds).unique()
     planes = 2 if width > 4 else 1
     values = torch.randint(256**planes, (len(thresholds) + 1,), generator=generator, dtype=torch.int32)
     far = torch.tensor([0.0, math.inf, -math.inf, 3e38, -3e38, 1e-45])
@@ -123,8 +112,7 @@ def test_functions_of_few_values(level, count, spread, width, seed):
     layout, out = Layout(context), torch.zeros(2, len(x), dtype=torch.uint8)
     one, finish = torch.ones(len(x)).double(), Lookup(thresholds, values, planes)
     output = layout.output(finish, [plane.view(1, -1) for plane in out[:planes]], one, None)
-    told = {"data": x.data_ptr(), "bytes": x.nbytes, "row": len(x), "rows": 1, "columns": len(x)}
-    context.run("encode", abi.Encode(**told, out=output))
+    context.run("encode", abi.Encode(**products.row_fields(rows), out=output))
     assert torch.equal(out[0].int() + 256 * out[1].int(), values[torch.searchsorted(thresholds, rows[0], right=True)])
 
 
@@ -148,8 +136,7 @@ def test_activations(level, name):
     out, odd = torch.zeros(1, len(x) + 2), torch.tensor([math.inf, math.nan])
     given = torch.cat([x, odd])
     output = layout.output(None, [out], torch.ones(len(given)).double(), None, name)
-    told = {"data": given.data_ptr(), "bytes": given.nbytes, "row": len(given), "rows": 1, "columns": len(given)}
-    context.run("encode", abi.Encode(**told, out=output))
+    context.run("encode", abi.Encode(**products.row_fields(given[None]), out=output))
     assert torch.allclose(out[0, : len(x)].double(), wanted, rtol=4e-7, atol=4e-7)
     assert out[0, -2] == math.inf
     assert out[0, -1].isnan()
@@ -207,17 +194,13 @@ def test_the_digest_is_that_of_the_structures():
 @pytest.mark.parametrize(
     "changed", [{"Output.row": (8, 8)}, {"Side": (0, 40)}, {"Norm.epsilon": None}, {"Norm.gain": (4, 4)}]
 )
-def test_a_library_with_other_structures_is_refused(monkeypatch, changed):
+def test_a_library_with_other_structures_is_refused(monkeypatch, reloaded, changed):
     layout = {key: value for key, value in {**own_layout(), **changed}.items() if value is not None}
     monkeypatch.setattr(library, "layout_of", lambda compiled: layout)
-    library.load.cache_clear()
-    try:
-        assert library.levels() == []  # so that nothing takes the kernels for there
-        told = "executor = 'native' does not run here: .* belongs to another version of adalog.*: install adalog again"
-        with pytest.raises(ValueError, match=told):
-            native.Context(1)
-    finally:
-        library.load.cache_clear()
+    assert library.levels() == []  # so that nothing takes the kernels for there
+    told = "executor = 'native' does not run here: .* belongs to another version of adalog.*: install adalog again"
+    with pytest.raises(ValueError, match=told):
+        native.Context(1)
 
 
 @needs_kernels
@@ -245,12 +228,11 @@ def test_kernels_refuse_sizes_that_do_not_fit():
             context.run("linear", good)
 
 
-def _site(columns, terms, width=4):
-    right = UniformQuantizer(torch.ones(columns, 1), torch.full((columns, 1), 3.0), width)
-    left = UniformQuantizer(torch.tensor(1.0), torch.tensor(2.0), width)
+def _site(columns, terms):
+    right = UniformQuantizer(torch.ones(columns, 1), torch.full((columns, 1), 3.0), 4)
+    left = UniformQuantizer(torch.tensor(1.0), torch.tensor(2.0), 4)
     weight = torch.ones(columns, terms, dtype=torch.uint8)
-    model = model_of("aten.linear.default", left, right, (1, terms), None, weight)
-    return reference.plan(model.program, model.example)[0]
+    return site_of(model_of("aten.linear.default", left, right, (1, terms), None, weight))
 
 
 # --- long ------------------------------------------------------------------------------------------------------------
@@ -262,6 +244,19 @@ from adalog import library
 from adalog.runtime.native import abi
 
 random.seed(0)
+CHOICES = {
+    "heads": [0, 1, 1, 2, 3, 3, 17, 64, -1],  # one zero point for each, which the caller vouches for
+    "kind": range(-1, 5),
+    "depth": [3, 4, 5, 6],
+    "planes": [1, 2],
+    "bits": range(1, 10),
+    "most": [0, 1, 2, 3],
+    "activation": [0, 0, 0, 1, 2, 3, 4, 5, 6, -1],
+    "shift": [0, 0, 15, 16, 17, 18, 23, 24, -1],
+    "least": [0, 3000, 2**15, 2**15 + 1, -1],
+    "top": range(256),
+    "transposed": [0, 1],
+}
 
 def memory(count):
     kept.append((ctypes.c_ubyte * count)(*bytes(random.randrange(256) for _ in range(min(count, 64)))))
@@ -288,30 +283,10 @@ def fill(structure, size):
             setattr(structure, name, size)
         elif name in ("parameters", "length", "places", "bias_batches", "near_length"):
             setattr(structure, name, size // 4)
-        elif name == "heads":  # one zero point for each, which the caller vouches for
-            structure.heads = random.choice([0, 1, 1, 2, 3, 3, 17, 64, -1])
         elif name == "count":
             structure.count = random.choice([1, 32, size // 8])
-        elif name == "kind":
-            structure.kind = random.randrange(-1, 5)
-        elif name == "depth":
-            structure.depth = random.choice([3, 4, 5, 6])
-        elif name == "planes":
-            structure.planes = random.choice([1, 2])
-        elif name == "bits":
-            structure.bits = random.randrange(1, 10)
-        elif name == "most":
-            structure.most = random.choice([0, 1, 2, 3])
-        elif name == "activation":
-            structure.activation = random.choice([0, 0, 0, 1, 2, 3, 4, 5, 6, -1])
-        elif name == "shift":
-            structure.shift = random.choice([0, 0, 15, 16, 17, 18, 23, 24, -1])
-        elif name == "least":
-            structure.least = random.choice([0, 3000, 2**15, 2**15 + 1, -1])
-        elif name == "top":
-            structure.top = random.randrange(256)
-        elif name == "transposed":
-            structure.transposed = random.randrange(2)
+        elif name in CHOICES:
+            setattr(structure, name, random.choice(CHOICES[name]))
         elif kind is ctypes.c_float:
             setattr(structure, name, random.choice([1e-6, 1.0, 3e38, float("inf"), float("nan")]))
         else:
@@ -366,23 +341,17 @@ def under_sanitizers(tmp_path_factory):
     Compiling all levels with both takes minutes.
     """
     tmp_path = tmp_path_factory.mktemp("sanitizers")
-    compiler = shutil.which("g++")
+    compiler = shutil.which("g++") or pytest.skip("needs g++")
     preloaded = []
     for name in ("libasan.so", "libstdc++.so"):  # the second so that the first finds what throws exceptions
         asked = [compiler, f"-print-file-name={name}"]
-        preloaded.append(compiler and subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
-    if not all(path and "/" in path for path in preloaded):
-        pytest.skip("needs g++ and its sanitizers")
+        preloaded.append(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
+    if not all("/" in path for path in preloaded):
+        pytest.skip("needs the sanitizers of g++")
     built = tmp_path / "_native.so"
     flags = [
-        "-O0",  # compiling takes longer than running
-        "-g1",
-        "-std=c++17",
-        "-shared",
-        "-fPIC",
-        "-pthread",
-        "-fsanitize=address,undefined",
-        "-fno-sanitize-recover",
+        *("-O0", "-g1", "-std=c++17", "-shared", "-fPIC", "-pthread"),  # compiling takes longer than running
+        *("-fsanitize=address,undefined", "-fno-sanitize-recover"),
         # The address sanitizer reports null, there are no virtual functions, and the last two take half of the compile.
         "-fno-sanitize=null,object-size,vptr,alignment,pointer-overflow",
         *("--param", "asan-instrumentation-with-call-threshold=0"),  # calls in place of code in place, which is slower
@@ -452,10 +421,8 @@ def test_elementwise_work_and_corrupt_artifacts_stay_within_their_memory(under_s
 @needs_kernels
 def test_hostile_packs_stay_within_their_memory(under_sanitizers, quantized, tmp_path):
     """Packs with numbers and places changed at random, which load and run, or are refused."""
-    path = tmp_path / "model.safetensors"
-    quantized.save(path)
-    (tmp_path / "model.adalog").write_bytes(to_pack(path, (3,)))
-    assert 0 < int(under_sanitizers(HOSTILE, tmp_path / "model.adalog", tmp_path / "hostile", 1, 150)) < 150
+    pack = packed(quantized, tmp_path / "model.adalog", (3,))
+    assert 0 < int(under_sanitizers(HOSTILE, pack, tmp_path / "hostile", 1, 150)) < 150
 
 
 # --- what is too much: values, memory and threads; and a forked child -------------------------------------------------
@@ -471,17 +438,10 @@ def test_codes_far_beyond_their_range(level, high):
     scale, codes = torch.zeros_like(bias), torch.zeros(1, len(bias), dtype=torch.uint8)
     top = torch.full((len(bias),), float(high))
     top_bytes, x = top.to(torch.uint8), torch.randn(1, len(bias))
-    output = abi.Output(
-        kind=abi.CODES,
-        scale=scale.data_ptr(),
-        bias=bias.data_ptr(),
-        high=top.data_ptr(),
-        top=top_bytes.data_ptr(),
-        parameters=len(bias),
-        **products.place(codes),
-    )
-    told = {"data": x.data_ptr(), "bytes": x.nbytes, "row": len(bias), "rows": 1, "columns": len(bias)}
-    abi.Context(1, level).run("norm", abi.Norm(**told, epsilon=1e-6, out=output))
+    addresses = {"scale": scale, "bias": bias, "high": top, "top": top_bytes}
+    addresses = {name: value.data_ptr() for name, value in addresses.items()}
+    output = abi.Output(kind=abi.CODES, **addresses, parameters=len(bias), **products.place(codes))
+    abi.Context(1, level).run("norm", abi.Norm(**products.row_fields(x), epsilon=1e-6, out=output))
     assert torch.equal(codes[0].float(), bias.nan_to_num(high).round().clamp(0, high))
 
 

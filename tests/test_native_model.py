@@ -17,10 +17,9 @@ import torch
 import adalog
 import adalog.run
 from adalog import Calibration, Config, Search, demo, library
-from adalog.export import to_pack
 from adalog.inputs.zoo import DEMO_PREPROCESSING
 from adalog.runtime.native import floats
-from stored import first, header_of, rebuilt, setting, spliced
+from stored import first, header_of, packed, rebuilt, setting, spliced
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "src" / "adalog" / "runtime" / "native"
@@ -40,10 +39,7 @@ pytestmark = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {libr
 @pytest.fixture(scope="module")
 def file(quantized, tmp_path_factory):
     """A pack of a small model, for one image or three at once."""
-    folder = tmp_path_factory.mktemp("pack")
-    quantized.save(folder / "model.safetensors")
-    (folder / "model.adalog").write_bytes(to_pack(folder / "model.safetensors", (1, 3), PREPARATION))
-    return folder / "model.adalog"
+    return packed(quantized, tmp_path_factory.mktemp("pack") / "model.adalog", (1, 3), PREPARATION)
 
 
 @pytest.fixture(scope="module")
@@ -87,21 +83,20 @@ def test_bits_are_those_of_native(program, file, images, quantized, level):
         assert np.array_equal(logits_of(program, file, noise[:count].numpy(), level, threads), wanted[:count])
 
 
-@pytest.fixture(scope="module")
-def trained():
-    """The bundled model with the first of its blocks, calibrated."""
+def trained(bits):
+    """The bundled model with the first of its blocks, quantized."""
     model = demo.load_model()
     model.blocks = model.blocks[:1]
-    return Calibration(model, demo.calibration_images()[:4])
+    search = Search(init=(8, 4), parents=4, steps=0, rounds=1)
+    config = dataclasses.replace(Config.preset(bits), images=4, search=search, stages=())
+    return Calibration(model, demo.calibration_images()[:4]).quantize(config)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", ["w4a4", "w8a8"])
-def test_bits_of_trained_weights(program, trained, tmp_path, bits):
-    search = Search(init=(8, 4), parents=4, steps=0, rounds=1)
-    model = trained.quantize(dataclasses.replace(Config.preset(bits), images=4, search=search, stages=()))
-    model.save(tmp_path / "vit.safetensors")
-    (tmp_path / "vit.adalog").write_bytes(to_pack(tmp_path / "vit.safetensors"))
+def test_bits_of_trained_weights(program, tmp_path, bits):
+    model = trained(bits)
+    packed(model, tmp_path / "vit.adalog", (1, 8))
     levels = library.levels()
     for level, count in {levels[0]: 2, levels[-1]: 18}.items():  # scalar kernels are slow
         images = demo.test_images()[0][:count]
@@ -331,18 +326,10 @@ def mutants(content, seed, count):
         yield spliced(content, json.dumps(header), adalog.run.KEY)
 
 
-def hunt(program, file, seed, count, level):
-    found = [status for status, _ in replies(program, list(mutants(file.read_bytes(), seed, count)), level)]
-    assert {0, 2} <= set(found) <= {0, 2, 3, 4}
-
-
-def test_mutated_packs_do_no_harm(program, file):
-    hunt(program, file, 0, 200, "scalar")
-
-
-@pytest.mark.slow
-def test_many_mutated_packs_do_no_harm(program, file):
-    hunt(program, file, 1, 600, library.levels()[-1])
+@pytest.mark.parametrize(("seed", "count", "which"), [(0, 200, 0), pytest.param(1, 600, -1, marks=pytest.mark.slow)])
+def test_mutated_packs_do_no_harm(program, file, seed, count, which):
+    found = replies(program, list(mutants(file.read_bytes(), seed, count)), library.levels()[which])
+    assert {0, 2} <= {status for status, _ in found} <= {0, 2, 3, 4}
 
 
 # --- the CMake project -----------------------------------------------------------------------------------------------

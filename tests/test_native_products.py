@@ -16,127 +16,87 @@ from adalog.runtime.native.arena import Layout
 from adalog.runtime.native.tables import Lookup
 from strategies import bits, seeds
 from test_native_kernels import every_level, few, tables
-from whole_numbers import codes_of, left_quantizer, model_of, uniform
+from whole_numbers import accumulated, codes_of, computed_product, left_quantizer, model_of, site_of, stored_product
 
 kinds = st.sampled_from(["uniform", "log2", "log-sqrt2", "adalog"])
+widths = st.tuples(bits, bits)
 extremes = st.sampled_from([0, 0, 0, 1, 2])
 
 
-def accumulators(level, model, left, right):
-    (site,) = reference.plan(model.program, model.example)
-    lifted = [products.encoder(site.left, site).lift(left)]
-    if site.weight is None:
-        lifted.append(products.encoder(site.right, site).lift(right))
-    product = products.product(site, abi.Context(3, level))
-    assert isinstance(product, products.ByteProduct | products.DepthwiseProduct) == products.takes(site)
-    return product.accumulate(*lifted)
+def accumulators(level, model, left, right=None):
+    def product(site):
+        native = products.product(site, abi.Context(3, level))
+        assert isinstance(native, products.ByteProduct | products.DepthwiseProduct) == products.takes(site)
+        return native
 
-
-def exact(model, left, right):
-    (site,) = reference.plan(model.program, model.example)
-    lifted = [reference.CodeEncoder(site.left, site).lift(left)]
-    if site.weight is None:
-        lifted.append(reference.CodeEncoder(site.right, site).lift(right))
-    return reference.CodeProduct(site).accumulate(*lifted)
+    return accumulated(site_of(model), products.encoder, product, left, right)
 
 
 def check_accumulators(level, model, left, right=None):
-    found, wanted = accumulators(level, model, left, right), exact(model, left, right)
+    found = accumulators(level, model, left, right)
+    wanted = accumulated(site_of(model), reference.CodeEncoder, reference.CodeProduct, left, right)
     assert len(found) == len(wanted)
     assert all(map(torch.equal, found, wanted))
 
 
+def check_outputs(level, model, x):
+    assert torch.allclose(model.compile("native", level=level)(x), model.compile("reference")(x), rtol=1e-5, atol=1e-4)
+
+
 @every_level
 @few
-@given(kinds, bits, bits, tables, st.tuples(*[st.integers(1, n) for n in (9, 5, 140, 300)]), extremes, seeds)
-def test_linear(level, kind, width, weight_width, table, sizes, extreme, seed):
-    generator = torch.Generator().manual_seed(seed)
+@given(kinds, widths, tables, st.tuples(*[st.integers(1, n) for n in (9, 5, 140, 300)]), extremes, seeds)
+def test_linear(level, kind, widths, table, sizes, extreme, seed):
     batch, tokens, outputs, terms = sizes
-    left = left_quantizer(generator, kind, width, table, ())
-    right = uniform(generator, weight_width, outputs, 1)
-    codes = codes_of(generator, width, (batch, tokens, terms), extreme)
-    weight = codes_of(generator, weight_width, (outputs, terms), extreme)
-    model = model_of("aten.linear.default", left, right, codes.shape, None, weight)
+    shapes = (batch, tokens, terms), (outputs, terms)
+    model, codes, _ = stored_product(torch.Generator().manual_seed(seed), kind, widths, table, *shapes, extreme)
     check_accumulators(level, model, codes)
 
 
+sizes_of_products = st.tuples(*[st.integers(1, n) for n in (3, 3, 40, 70, 70)])
+
+
 @every_level
 @few
-@given(
-    kinds,
-    bits,
-    bits,
-    tables,
-    st.tuples(*[st.integers(1, n) for n in (3, 3, 40, 70, 70)]),
-    st.booleans(),
-    extremes,
-    seeds,
-)
-def test_products_of_computed_operands(level, kind, width, other_width, table, sizes, transposed, extreme, seed):
+@given(kinds, widths, tables, sizes_of_products, st.booleans(), extremes, seeds)
+def test_products_of_computed_operands(level, kind, widths, table, sizes, transposed, extreme, seed):
+    *shape, columns = sizes
     generator = torch.Generator().manual_seed(seed)
-    batch, heads, rows, terms, columns = sizes
-    left = left_quantizer(generator, kind, width, table, (heads, 1, 1) if kind == "uniform" else ())
-    right = uniform(generator, other_width, heads, 1, 1)
-    codes = codes_of(generator, width, (batch, heads, rows, terms), extreme)
-    others = codes_of(generator, other_width, (batch, heads, terms, columns), extreme)
-    model = model_of("aten.matmul.default", left, right, codes.shape, others.shape)
+    model, codes, others = computed_product(generator, kind, widths, table, shape, columns, extreme)
     others = others.mT.contiguous().mT if transposed else others
     check_accumulators(level, model, codes, others)
 
 
 @every_level
 @few
-@given(
-    kinds,
-    bits,
-    bits,
-    tables,
-    st.tuples(*[st.integers(1, 3)] * 4),
-    st.integers(0, 2),
-    st.sampled_from([0.0, 0.2]),
-    seeds,
-)
-def test_convolution(level, kind, width, weight_width, table, sizes, padding, offset, seed):
+@given(kinds, widths, tables, st.tuples(*[st.integers(1, 3)] * 4), st.integers(0, 2), st.booleans(), seeds)
+def test_convolution(level, kind, widths, table, sizes, padding, own_offset, seed):
     """With an offset that padding lacks, ones are a part of their own."""
-    generator = torch.Generator().manual_seed(seed)
     batch, channels, stride, dilation = sizes
-    left = left_quantizer(generator, kind, width, table, (), offset if kind == "adalog" else 0.0)
-    right = uniform(generator, weight_width, 5, 1, 1, 1)
-    codes = codes_of(generator, width, (batch, channels, 9, 8), 0)
-    weight = codes_of(generator, weight_width, (5, channels, 3, 2), 0)
-    geometry = (stride, 1), (padding, 1), (dilation, 1), 1
-    model = model_of("aten.conv2d.default", left, right, codes.shape, None, weight, geometry)
+    geometry, offset = ((stride, 1), (padding, 1), (dilation, 1), 1), 0.2 if own_offset and kind == "adalog" else 0.0
+    shapes = (batch, channels, 9, 8), (5, channels, 3, 2)
+    model, codes, _ = stored_product(
+        torch.Generator().manual_seed(seed), kind, widths, table, *shapes, 0, (), geometry, offset
+    )
     check_accumulators(level, model, codes)
-    x = left.dequantize(codes)
-    assert torch.allclose(model.compile("native", level=level)(x), model.compile("reference")(x), rtol=1e-5, atol=1e-4)
+    check_outputs(level, model, site_of(model).left.dequantize(codes))
 
 
 @every_level
 @few
-@given(bits, bits, st.tuples(*[st.integers(1, n) for n in (3, 40, 5, 3, 3)]), st.booleans(), extremes, seeds)
-def test_convolution_of_each_channel(level, width, weight_width, sizes, each, extreme, seed):
+@given(widths, st.tuples(*[st.integers(1, n) for n in (3, 40, 5, 3, 3)]), st.booleans(), extremes, seeds)
+def test_convolution_of_each_channel(level, widths, sizes, each, extreme, seed):
     """Fewer and more channels than vectors have lanes, with one zero point or one a channel, at and beyond edges."""
-    generator = torch.Generator().manual_seed(seed)
     batch, channels, kernel, stride, dilation = sizes
     channels += 1  # one channel is a plain convolution
-    left = uniform(generator, width, *((channels, 1, 1) if each else ()))
-    right = uniform(generator, weight_width, channels, 1, 1, 1)
-    codes = codes_of(generator, width, (batch, channels, 15, 14), extreme)
-    weight = codes_of(generator, weight_width, (channels, 1, kernel, 3), extreme)
-    model = model_of(
-        "aten.conv2d.default",
-        left,
-        right,
-        codes.shape,
-        None,
-        weight,
-        ((stride, 1), (kernel // 2, 2), (dilation, 1), channels),
+    shapes, own = ((batch, channels, 15, 14), (channels, 1, kernel, 3)), (channels, 1, 1) if each else ()
+    geometry = (stride, 1), (kernel // 2, 2), (dilation, 1), channels
+    model, codes, _ = stored_product(
+        torch.Generator().manual_seed(seed), "uniform", widths, 8, *shapes, extreme, own, geometry
     )
-    (site,) = reference.plan(model.program, model.example)
-    assert products.takes(site)
+    assert products.takes(site_of(model))
     check_accumulators(level, model, codes)
-    x = left.dequantize(codes)
-    assert torch.allclose(model.compile("native", level=level)(x), model.compile("reference")(x), rtol=1e-5, atol=1e-4)
+    check_outputs(level, model, site_of(model).left.dequantize(codes))
 
 
 @every_level
@@ -162,7 +122,7 @@ def test_the_largest_sums(level):
             codes = torch.zeros(1, 1, terms, dtype=torch.uint8)
             weight = torch.full((3, terms), 0 if zero else 2**width - 1, dtype=torch.uint8)
             model = model_of("aten.linear.default", left, right, codes.shape, None, weight)
-            (found,) = accumulators(level, model, codes, None)
+            (found,) = accumulators(level, model, codes)
             assert found.flatten().tolist() == [(-1 if zero else 1) * terms * 128 * (2**width - 1)] * 3
 
 
@@ -187,20 +147,10 @@ def test_patches(level, counts, kernel, stride, padding, dilation, more, seed):
     wanted = F.unfold(padded, kernel, dilation, 0, stride).transpose(1, 2).flatten(0, 1)
     out = torch.full((wanted.numel() + 64,), 211, dtype=torch.uint8)
     pairs = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
-    arguments = abi.Patches(
-        data=image.data_ptr(),
-        bytes=image.numel(),
-        images=counts[0],
-        channels=counts[1],
-        height=sizes[0],
-        width=sizes[1],
-        **{name: (ctypes.c_int64 * 2)(*pair) for name, pair in pairs.items()},
-        fill=255,
-        out=out.data_ptr(),
-        out_bytes=wanted.numel(),
-        row=wanted.shape[1],
-    )
-    abi.Context(2, level).run("patches", arguments)
+    numbers = {"images": counts[0], "channels": counts[1], "height": sizes[0], "width": sizes[1], "fill": 255}
+    numbers |= {name: (ctypes.c_int64 * 2)(*pair) for name, pair in pairs.items()}
+    places = {"data": image.data_ptr(), "bytes": image.numel(), "out": out.data_ptr(), "out_bytes": wanted.numel()}
+    abi.Context(2, level).run("patches", abi.Patches(**numbers, **places, row=wanted.shape[1]))
     assert torch.equal(out[: wanted.numel()].view(wanted.shape).float(), wanted)
     assert (out[wanted.numel() :] == 211).all()
 
@@ -225,27 +175,23 @@ def test_uniform_codes_of_a_softmax(level, rows, keys, biased, code_scale, seed)
     sides[1].transposed = 1
     sizes = {"batches": 1, "heads": 1, "rows": rows, "terms": terms, "columns": keys}
     layout, factor, sums = Layout(abi.Context(1)), torch.tensor([0.02]), torch.empty(rows, columns, dtype=torch.int32)
-    given, number = (
-        abi.Attention(
-            scores=abi.Matrices(**sizes, left=sides[0], right=sides[1]),
-            factor=factor.data_ptr(),
-            steps=layout.lookup(Lookup(torch.tensor([-1.0]), torch.tensor([0, 200], dtype=torch.int32), 1)),
-            zero=3,
-            code_scale=code_scale,
-            columns=columns,
-            values=sides[2],
-            out=abi.Output(kind=abi.SUMS, **products.place(sums)),
-        ),
-        torch.zeros(1, dtype=torch.int32),
+    number = torch.zeros(1, dtype=torch.int32)
+    given = abi.Attention(
+        scores=abi.Matrices(**sizes, left=sides[0], right=sides[1]),
+        factor=factor.data_ptr(),
+        steps=layout.lookup(Lookup(torch.tensor([-1.0]), torch.tensor([0, 200], dtype=torch.int32), 1)),
+        zero=3,
+        code_scale=code_scale,
+        columns=columns,
+        values=sides[2],
+        out=abi.Output(kind=abi.SUMS, **products.place(sums)),
     )
     if biased:
         given.bias, given.bias_bytes, given.bias_tables, given.bias_heads = bias.data_ptr(), bias.nbytes, 1, 1
         given.bias_of, given.bias_batches = number.data_ptr(), 1
     abi.Context(1, level).run("attention", given)
-    scores = ((q.double() - 3) @ (k.double() - 7).t() * factor.double() + (bias.double() if biased else 0)) * math.log(
-        2
-    )
-    places = scores.softmax(1) * code_scale + 3
+    scores = (q.double() - 3) @ (k.double() - 7).t() * factor.double() + (bias.double() if biased else 0)
+    places = (scores * math.log(2)).softmax(1) * code_scale + 3
     near = (places - places.floor() - 0.5).abs().amin(1) > 1e-5 * code_scale  # rows without a tie
     wanted = (places.round().clamp(0, 200) - 3) @ (v.double() - 5)
     assert torch.equal(sums[near].double(), wanted[near])

@@ -14,7 +14,7 @@ import adalog.run
 from adalog import ArtifactError, library
 from adalog.export import to_pack
 from adalog.inputs.zoo import DEMO_PREPROCESSING
-from commands import call, refusal, run_alone, say
+from commands import call, refusal, say
 from stored import header_of, rebuilt, refused
 
 pytestmark = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
@@ -41,15 +41,10 @@ def file(content, tmp_path):
     return tmp_path / "model.adalog"
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 4])
-def test_bits_are_those_of_native(file, quantized, images, count):
+def test_the_description(file, quantized, images):
     model = adalog.run.load(file)
-    assert np.array_equal(model(images[:count].numpy()), quantized.compile("native")(images[:count]).numpy())
-    assert (model.batches, model.inputs) == ((1, 3), {"images": (3, 32, 32)})
-
-
-def test_the_description(file):
-    model = adalog.run.load(file)
+    assert model.batches == (1, 3)
+    assert np.array_equal(model(images.numpy()), quantized.compile("native")(images).numpy())
     assert model.describe() == {
         "inputs": [{"name": "images", "type": "float32", "shape": [3, 32, 32]}],
         "outputs": [{"name": "output", "type": "float32", "shape": [10]}],
@@ -74,10 +69,6 @@ def test_the_same_artifact_gives_the_same_bytes(artifact, content):
     assert to_pack(artifact, (1, 3), PREPARATION, NAMES) == content
 
 
-def test_numpy_is_enough(file, quantized, images, tmp_path):
-    assert np.array_equal(run_alone(file, images, tmp_path), quantized.compile("native")(images).numpy())
-
-
 def test_names_that_do_not_fit(artifact):
     told = r"there are 9 names of classes, but the model outputs \(10,\) per image: give one name for each number"
     with pytest.raises(ValueError, match=told):
@@ -98,11 +89,7 @@ def test_the_command(artifact, monkeypatch, capsys, tmp_path):
     assert call(monkeypatch, capsys, "pack", artifact, "-o", artifact)[0] == 2
 
 
-def test_what_is_damaged(content, file):
-    for damaged in (content[:-1], content[: len(content) // 2]):
-        file.write_bytes(damaged)
-        with pytest.raises(ArtifactError, match=r"model\.adalog cannot be used"):
-            adalog.run.load(file)
+def test_a_pack_without_one_of_its_tensors(content, file):
     file.write_bytes(rebuilt(content, tensors={"constants/3": None}, key=adalog.run.KEY))
     with pytest.raises(ArtifactError, match="constants/3"):
         adalog.run.load(file)

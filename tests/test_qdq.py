@@ -6,40 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
-from adalog import ArtifactError, Calibration, Config, QuantizedModel, Search, export
+from adalog import ArtifactError, Calibration, Config, QuantizedModel, export
 from adalog.export.certificate import certify
 from adalog.export.qdq import to_encodings
 from commands import call, say
-from toys import Toy
-
-onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
-SMALL = {"images": 4, "search": Search(init=(8, 4), parents=4, rounds=1, steps=0), "stages": ()}
-
-
-def attention(self, x):
-    tokens = F.gelu(self.embed(x)).flatten(2).transpose(1, 2)
-    q, k, v = self.qkv(self.norm(tokens)).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4).unbind(0)
-    mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-    return self.head(F.gelu(mixed).mean(1))
-
-
-def convolutions(self, x):
-    x = F.gelu(self.depthwise(F.relu(self.padded(x))))
-    return self.head(F.gelu(self.grouped(x)).mean((2, 3)))
-
-
-def toy(kind):
-    if kind == "attention":
-        parts = {"embed": nn.Conv2d(3, 16, 8, 8), "norm": nn.LayerNorm(16), "qkv": nn.Linear(16, 48)}
-        return Toy(attention, **parts, head=nn.Linear(16, 5))
-    parts = {"padded": nn.Conv2d(3, 8, 3, 2, 1), "depthwise": nn.Conv2d(8, 8, 3, 1, 1, groups=8)}
-    return Toy(convolutions, **parts, grouped=nn.Conv2d(8, 12, 3, 2, 2, dilation=2, groups=2), head=nn.Linear(12, 5))
+from test_export import FAST, onnx, toy
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +20,20 @@ def quantize(images):
 
     @functools.cache
     def make(kind, method="symmetric", bits="w8a8", **choices):
-        config = replace(Config.preset(bits, method), **SMALL, **choices)
+        config = replace(Config.preset(bits, method), images=4, search=FAST.search, stages=(), **choices)
         return Calibration(toy(kind).eval(), images).quantize(config).quantized
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def exported(quantize):
+    """A function that exports a toy once: the quantized program, the file and its certificate."""
+
+    @functools.cache
+    def make(kind):
+        content, (certificate,) = export.export(quantize(kind), "digest", "qdq")
+        return quantize(kind), content, certificate
 
     return make
 
@@ -61,9 +45,8 @@ def stored(content):
 
 
 @pytest.mark.parametrize("kind", ["attention", "convolutions"])
-def test_files_have_certificates_and_only_standard_operators(kind, quantize, images):
-    quantized = quantize(kind)
-    content, (first,) = export.export(quantized, "digest", "qdq")
+def test_files_have_certificates_and_only_standard_operators(kind, exported, images):
+    quantized, content, first = exported(kind)
     assert first.passed, first.text()
     found = certify(quantized, "digest", content, [(images,)], executor="reference")
     assert found.passed, found.text()
@@ -75,9 +58,8 @@ def test_files_have_certificates_and_only_standard_operators(kind, quantize, ima
 
 
 @pytest.mark.parametrize("kind", ["attention", "convolutions"])
-def test_scales_are_those_of_the_artifact_and_zero_points_are_zero(kind, quantize):
-    quantized = quantize(kind)
-    content, _ = export.export(quantized, "digest", "qdq")
+def test_scales_are_those_of_the_artifact_and_zero_points_are_zero(kind, exported):
+    quantized, content, _ = exported(kind)
     model, tensors = stored(content)
     scales = {value.scale.item() for value in quantized.program.quantizers.values()}
     for node in model.graph.node:
@@ -95,9 +77,8 @@ def test_scales_are_those_of_the_artifact_and_zero_points_are_zero(kind, quantiz
         assert torch.equal(codes.int() + 128, weight.codes.int())
 
 
-def test_encodings_list_every_scale_in_the_layout_of_aimet(quantize):
-    quantized = quantize("attention")
-    content, _ = export.export(quantized, "digest", "qdq")
+def test_encodings_list_every_scale_in_the_layout_of_aimet(exported):
+    quantized, content, _ = exported("attention")
     told = json.loads(to_encodings(content))
     assert told["version"] == "1.0.0"
     scales = [each["scale"] for each in told["activation_encodings"]]
@@ -136,10 +117,8 @@ def test_the_command_writes_both_files_or_none(tmp_path, monkeypatch, capsys, qu
     code, error = call(monkeypatch, capsys, "export", refused, "--form", "qdq", "-o", folder / "toy.onnx")
     assert code == 2
     assert "--method symmetric" in error
-    code, error = call(
-        monkeypatch, capsys, "export", artifact, "--form", "qdq", "--to", "openvino", "-o", folder / "toy.xml"
-    )
-    assert code == 2
+    words = "export", artifact, "--form", "qdq", "--to", "openvino", "-o", folder / "toy.xml"
+    assert call(monkeypatch, capsys, *words)[0] == 2
     assert list(folder.iterdir()) == []
     say(monkeypatch, capsys, "export", artifact, "--form", "qdq", "-o", folder / "toy.onnx")
     assert {each.name for each in folder.iterdir()} == {"toy.onnx", "toy.encodings.json"}

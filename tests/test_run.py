@@ -15,8 +15,8 @@ from adalog import ArtifactError, Calibration, ProgramError, QuantizedModel, lib
 from adalog.export import to_pack
 from adalog.graph.program import ModelOutput, Ref
 from commands import run_alone
-from stored import first, rebuilt, setting
-from test_native import Masked, other
+from stored import first, packed, rebuilt, setting
+from test_native import convolutions, hidden
 from toys import Toy
 
 pytestmark = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
@@ -25,13 +25,7 @@ pytestmark = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {libr
 @pytest.fixture(scope="module")
 def file(quantized, tmp_path_factory):
     """A pack for three images at once."""
-    return packed(quantized, tmp_path_factory.mktemp("run"), 3)
-
-
-def packed(model, folder, batch=1):
-    model.save(folder / "model.safetensors")
-    (folder / "model.adalog").write_bytes(to_pack(folder / "model.safetensors", (batch,)))
-    return folder / "model.adalog"
+    return packed(quantized, tmp_path_factory.mktemp("run") / "model.adalog", (3,))
 
 
 # --- the same bits ---------------------------------------------------------------------------------------------------
@@ -63,12 +57,11 @@ def test_outputs_keep_their_structure(quantized, images, tmp_path):
     norm = next(node.name for node in program.nodes if node.op == "aten.layer_norm.default")
     given = ModelOutput(logits=program.output, more=[(Ref(norm),), {"again": program.output}])
     model = QuantizedModel(replaced(quantized.quantized, program=replaced(program, output=given)))
-    run = adalog.run.load(packed(model, tmp_path))
+    run = adalog.run.load(packed(model, tmp_path / "model.adalog"))
     assert [each["name"] for each in run.describe()["outputs"]] == ["logits", "more.0.0", "more.1.again"]
     found, wanted = run(images[:2].numpy()), model.compile("native")(images[:2])
     assert found.keys() == wanted.keys()
-    assert isinstance(found["more"], list)
-    assert isinstance(found["more"][0], tuple)
+    assert (type(found["more"]), type(found["more"][0])) == (list, tuple)
     assert np.array_equal(found["more"][0][0], wanted.more[0][0].numpy())
     assert np.array_equal(found["more"][1]["again"], wanted.logits.numpy())
 
@@ -83,10 +76,10 @@ def replaced(value, **changes):
 def test_a_mobile_network_has_a_pack(fast, tmp_path):
     """Convolutions of all kinds with activations run without PyTorch, with the bits of `native`."""
     torch.manual_seed(0)
-    model, x = other("convolutions")
+    model, x = convolutions()
     quantized = Calibration(model.eval(), x).quantize(fast)
-    compiled = quantized.compile("native")
-    assert np.array_equal(adalog.run.load(packed(quantized, tmp_path, 2))(x.numpy()), compiled(x).numpy())
+    compiled, run = quantized.compile("native"), adalog.run.load(packed(quantized, tmp_path / "model.adalog", (2,)))
+    assert np.array_equal(run(x.numpy()), compiled(x).numpy())
     found, wanted = compiled.trace("each", x), quantized.compile("reference").trace("each", x)
     assert all(map(torch.equal, found.accumulators, wanted.accumulators))
 
@@ -100,7 +93,7 @@ MIXING = Toy(lambda m, x: m.head(x - x.mean(0, keepdim=True)), head=nn.Linear(24
 @pytest.mark.parametrize(
     ("module", "shape", "why"),
     [
-        (Masked(torch.ones(7, 7).triu(1).bool()), (6, 7, 24), r"only PyTorch runs .*\(aten.masked_fill.Scalar\)"),
+        (hidden()[0], (6, 7, 24), r"only PyTorch runs .*\(aten.masked_fill.Scalar\)"),
         (MIXING, (6, 24), "the images of a batch change each other's outputs"),
     ],
 )
@@ -153,26 +146,17 @@ def test_what_is_no_pack(file, tmp_path):
 def test_a_step_that_fails(file, tmp_path, images):
     """Kernels find sizes that do not fit together when they are called, before they read or write."""
     change = setting("tapes", 0, first("norm"), "rows", 10**6)
-    hostile = rebuilt(file.read_bytes(), change, key=adalog.run.KEY)
-    (tmp_path / "hostile").write_bytes(hostile)
+    (tmp_path / "hostile").write_bytes(rebuilt(file.read_bytes(), change, key=adalog.run.KEY))
     with pytest.raises(ProgramError, match="step layer_norm fails: "):
         adalog.run.load(tmp_path / "hostile")(images.numpy())
 
 
-@pytest.mark.parametrize(
-    ("name", "structure"),
-    [
-        ("adalog_error", adalog.run._Error),
-        ("adalog_options", adalog.run._Options),
-        ("adalog_value", adalog.run._Value),
-        ("adalog_description", adalog.run._Description),
-        ("adalog_buffer", adalog.run._Buffer),
-    ],
-)
-def test_structures_have_the_fields_of_the_header(name, structure):
+@pytest.mark.parametrize("name", ["error", "options", "value", "description", "buffer"])
+def test_structures_have_the_fields_of_the_header(name):
+    structure = getattr(adalog.run, f"_{name.title()}")
     header = Path(adalog.run.__file__).with_name("runtime") / "native" / "adalog.h"
     text = re.sub(r"/\*.*?\*/", "", header.read_text(), flags=re.DOTALL)
-    (body,) = re.findall(r"typedef struct \{([^}]*)\} " + name + ";", text)
+    (body,) = re.findall(r"typedef struct \{([^}]*)\} adalog_" + name + ";", text)
     fields = [re.search(r"(\w+)(\[\d+\])?$", part.strip())[1] for part in re.split("[;,]", body) if part.strip()]
     assert fields == [field for field, *_ in structure._fields_]
     pointers = [part.strip() for part in body.split(";") if "*" in part]

@@ -1,6 +1,7 @@
 """Whole models on integers: executors compared with fake quantization and exact oracles, and stored vectors."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -24,16 +25,30 @@ from strategies import normal
 from toys import Toy
 from whole_numbers import EXECUTORS, PORTABLE, convolved, model_of
 
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
 # --- models ----------------------------------------------------------------------------------------------------------
+
+
+def check_executors(model, images, executors=EXECUTORS, most=0.05):
+    """Compare executors with fake quantization: float noise moves some values over thresholds."""
+    fake = model(images)
+    for executor in executors:
+        found = model.compile(executor)(images)
+        assert found.dtype == fake.dtype
+        assert float((found - fake).norm() / fake.norm()) < most
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_model_runs_in_integers(executor, quantized, images):
     compiled = quantized.compile(executor)
     assert [*compiled.sites] == [row.site for row in quantized.ledger]
-    fake, found = quantized(images), compiled(images)
-    assert float((found - fake).norm() / fake.norm()) < 0.05  # where float noise moves values over thresholds
-    assert torch.equal(found, compiled(images))
+    check_executors(quantized, images, [executor])
+    assert torch.equal(compiled(images), compiled(images))
 
 
 def test_executors_agree_on_every_site(quantized, images):
@@ -59,27 +74,17 @@ def test_steps_in_one_change_nothing(quantized, images):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method"),
-    [
-        ("w2a8", "log2"),
-        ("w8a2s3", "log-sqrt2"),
-        ("w8a8", "adalog"),
-        ("w5a6", "uniform"),
-        ("w4a32", "adalog"),
-    ],
+    [("w2a8", "log2"), ("w8a2s3", "log-sqrt2"), ("w8a8", "adalog"), ("w5a6", "uniform"), ("w4a32", "adalog")],
 )
 def test_other_choices(calibration, fast, images, name, method):
     model = calibration.quantize(replace(Config.preset(name, method), images=4, search=fast.search))
-    fake = model(images)
+    check_executors(model, images)
     for executor in EXECUTORS:
-        found = model.compile(executor)
-        assert float((found(images) - fake).norm() / fake.norm()) < 0.05
-        assert len(found.sites) == (1 if name == "w4a32" else len(model.ledger))  # the images have 8 bits
+        assert len(model.compile(executor).sites) == (1 if name == "w4a32" else len(model.ledger))  # images: 8 bits
 
 
 def test_twin_quantizers(twin, images):
-    fake = twin(images)
-    for executor in PORTABLE:  # for native see test_native.py
-        assert float((twin.compile(executor)(images) - fake).norm() / fake.norm()) < 0.05
+    check_executors(twin, images, PORTABLE)  # for native see test_native.py
 
 
 @pytest.mark.slow
@@ -116,10 +121,7 @@ def test_rivals_that_have_integers(calibration, images, name):
         config = replace(config, search=ScaleSearch(candidates=4, rounds=1), stages=())
     if name == "repq-vit":
         config = replace(config, tables="calibrated", beyond="zero-coded")
-    model = calibration.quantize(config)
-    fake = model(images)
-    for executor in EXECUTORS:
-        assert float((model.compile(executor)(images) - fake).norm() / fake.norm()) < 0.05
+    check_executors(calibration.quantize(config), images)
 
 
 def test_a_loaded_model_compiles_the_same(quantized, images):
@@ -129,11 +131,8 @@ def test_a_loaded_model_compiles_the_same(quantized, images):
 @pytest.mark.slow
 def test_models_of_other_types(quantized, images):
     double = deserialise(serialise(quantized)).double()
-    fake = double(images.double())
-    for executor in PORTABLE:
-        found = double.compile(executor)(images.double())
-        assert found.dtype == torch.float64
-        assert float((found - fake).norm() / fake.norm()) < 1e-10
+    assert double(images.double()).dtype == torch.float64
+    check_executors(double, images.double(), PORTABLE, 1e-10)
     with pytest.raises(ArtifactError, match=r"is in torch\.float16: convert"):
         deserialise(serialise(quantized)).half().compile()
 
@@ -141,7 +140,6 @@ def test_models_of_other_types(quantized, images):
 @pytest.mark.slow
 def test_convolutions_with_channels_last(fast, images):
     """Of 1 x 1 and depthwise ones, with GELU between: images lie alike in all executors, so that codes agree."""
-    torch.manual_seed(0)
     layers = nn.Conv2d(3, 12, 1), nn.GELU(), nn.Conv2d(12, 12, 3, 2, 1, groups=12), nn.GELU(), nn.Conv2d(12, 8, 1)
     model = Calibration(nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 5)).eval(), images).quantize(fast)
     plain, torch_ints = model.compile("reference"), model.compile("torch")
@@ -197,8 +195,6 @@ def test_sums_that_grow_with_the_batch():
 
 @pytest.mark.slow
 def test_threads_have_memory_of_their_own(quantized, images):
-    from concurrent.futures import ThreadPoolExecutor
-
     model = quantized.compile()
     wanted = [model(image[None]) for image in images]
 
@@ -265,16 +261,13 @@ def test_vectors_are_what_they_say(quantized, images, name, tmp_path):
 
 def test_a_stored_table_on_the_right(fast):
     """A product with a stored operand of several matrices, quantized as it runs."""
-    torch.manual_seed(0)
     net = Toy(lambda m, x: x @ m.table, table=nn.Parameter(torch.randn(3, 32, 5)))
     x = torch.randn(4, 3, 7, 32, generator=torch.Generator().manual_seed(1))
     model = Calibration(net.eval(), x).quantize(fast)
-    fake = model(x)
     for executor in EXECUTORS:
         found = model.compile(executor)
-        assert isinstance(found, Compiled)
         assert len(found.sites) == 1
-        assert torch.allclose(found(x), fake, rtol=1e-4, atol=1e-5)
+        assert torch.allclose(found(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 def reads_its_attention(m, x):
@@ -284,90 +277,74 @@ def reads_its_attention(m, x):
 
 
 def test_a_linear_of_the_attention_and_inputs_with_gradients():
-    torch.manual_seed(0)
-    images = torch.randn(8, 5, 6)
+    images = normal(8, 5, 6).float()
     parts = {"qk": nn.Linear(6, 12), "fc": nn.Linear(5, 3)}
     quantized = Calibration(Toy(reads_its_attention, **parts).eval(), images).quantize(Config(images=8))
-    expected = quantized(images)
-    for executor in ("reference", "torch"):
+    for executor in PORTABLE:
         found = quantized.compile(executor)(images.clone().requires_grad_())
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, quantized(images), rtol=1e-4, atol=1e-5)
 
 
 # --- what a kernel does not take --------------------------------------------------------------------------------------
 
 
 needs_kernels = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
-EVERY_EXECUTOR = ("reference", "torch", "native")
-QUICK = Search(rounds=1, steps=0)
 
 
-class LinearAttention(nn.Module):
+def quickly(function, *shape, bits="w4a4", **modules):
+    """A toy quantized on images of this shape, and others to run it on."""
+    config = replace(Config.preset(bits), images=shape[0], search=Search(rounds=1, steps=0))
+    quantized = adalog.quantize(Toy(function, **modules).eval(), normal(*shape, seed=1).float(), config)
+    return quantized, normal(9, *shape[1:], seed=2).float()
+
+
+def linear_attention(m, x):
     """Attention whose queries are probabilities, as in linear attention, so that they have logarithmic codes."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 5)
-        with torch.no_grad():
-            self.qkv.weight.mul_(12)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = (q.softmax(-1) @ k.transpose(-1, -2) * 0.35).softmax(-1) @ v
-        return self.out(mixed.transpose(1, 2).flatten(2)).mean(1)
+    q, k, v = m.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+    mixed = (q.softmax(-1) @ k.transpose(-1, -2) * 0.35).softmax(-1) @ v
+    return m.out(mixed.transpose(1, 2).flatten(2)).mean(1)
 
 
-@needs_kernels
 def test_queries_of_two_bytes():
     """At 8 bits the table of logarithmic codes has two bytes, and the kernel of attention takes queries of one."""
-    config = replace(Config.preset("w8a8"), images=4, search=QUICK)
-    quantized = adalog.quantize(LinearAttention().eval(), normal(4, 7, 16, seed=1).float(), config)
-    x = normal(9, 7, 16, seed=2).float()
+    parts = {"qkv": nn.Linear(16, 48), "out": nn.Linear(16, 5)}
+    parts["qkv"].weight.data *= 12
+    quantized, x = quickly(linear_attention, 4, 7, 16, bits="w8a8", **parts)
     wanted = quantized(x)
-    for executor in EVERY_EXECUTOR:
+    for executor in EXECUTORS:
         found = quantized.compile(executor)(x)
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
 
 
-@needs_kernels
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_one_bias_for_all_columns(shape):
-    config = replace(Config.preset("w4a4"), images=6, search=QUICK)
-    torch.manual_seed(0)
-    parts = {"first": nn.Linear(8, 8), "weight": nn.Parameter(torch.randn(5, 8))}
-    bias = nn.Parameter(torch.full(shape, 0.5))
-    model = Toy(lambda m, x: F.linear(m.first(x).relu(), m.weight, m.bias), **parts, bias=bias).eval()
-    quantized = adalog.quantize(model, normal(6, 8, seed=1).float(), config)
-    x = normal(4, 8, seed=2).float()
-    wanted = quantized(x)
-    for executor in EVERY_EXECUTOR:
-        torch.testing.assert_close(quantized.compile(executor)(x), wanted, rtol=1e-5, atol=1e-5)
-
-
-def uniform(scale):
-    return UniformQuantizer(torch.tensor([scale]), torch.tensor([8.0]), 4)
+    parts = {"weight": nn.Parameter(normal(5, 8).float()), "bias": nn.Parameter(torch.full(shape, 0.5))}
+    quantized, x = quickly(
+        lambda m, x: F.linear(m.first(x).relu(), m.weight, m.bias), 6, 8, first=nn.Linear(8, 8), **parts
+    )
+    for executor in EXECUTORS:
+        torch.testing.assert_close(quantized.compile(executor)(x), quantized(x), rtol=1e-5, atol=1e-5)
 
 
 def attention_of(bias):
     """Attention as a program, whose inputs are queries, keys and values of any shapes."""
     nodes = (
-        Node("codes_q", "adalog.fake_quantize", (Ref("q"), "q")),
+        Node("codes_q", FAKE_QUANTIZE, (Ref("q"), "q")),
         Node("turned", "aten.transpose.int", (Ref("k"), -2, -1)),
-        Node("codes_k", "adalog.fake_quantize", (Ref("turned"), "k")),
+        Node("codes_k", FAKE_QUANTIZE, (Ref("turned"), "k")),
         Node("scores", "aten.matmul.default", (Ref("codes_q"), Ref("codes_k"))),
         Node("moved", "aten.add.Tensor", (Ref("scores"), Ref("bias"))),
         Node("shares", "aten.softmax.int", (Ref("moved"), -1)),
-        Node("codes_p", "adalog.fake_quantize", (Ref("shares"), "p")),
-        Node("codes_v", "adalog.fake_quantize", (Ref("v"), "v")),
+        Node("codes_p", FAKE_QUANTIZE, (Ref("shares"), "p")),
+        Node("codes_v", FAKE_QUANTIZE, (Ref("v"), "v")),
         Node("mixed", "aten.matmul.default", (Ref("codes_p"), Ref("codes_v"))),
     )
     shares = LogQuantizer(torch.tensor([1.0]), 17, 37, 4, "zero-coded", "nearest", True, 0.0, False, 8, 3)
-    quantizers = {"q": uniform(0.3), "k": uniform(0.3), "v": uniform(0.3), "p": shares}
+    uniform = UniformQuantizer(torch.tensor([0.3]), torch.tensor([8.0]), 4)
+    quantizers = {"q": uniform, "k": uniform, "v": uniform, "p": shares}
     return Program(("q", "k", "v"), nodes, Ref("mixed"), {"bias": bias}, quantizers)
 
 
-@needs_kernels
 @pytest.mark.parametrize(
     ("queries", "values", "bias"),
     [
@@ -381,17 +358,13 @@ def test_scores_that_serve_several_values(queries, values, bias):
     program = attention_of(normal(*bias, seed=4).float())
     quantized = QuantizedProgram(program, Config(), example=tuple(value[:0] for value in given))
     wanted = program.run(given)
-    for executor in EVERY_EXECUTOR:
+    for executor in EXECUTORS:
         torch.testing.assert_close(Compiled(quantized, executor)(*given), wanted, rtol=1e-5, atol=1e-5)
 
 
 @needs_kernels
 def test_a_first_call_in_inference_mode_ties_no_later_one_to_it():
-    torch.manual_seed(0)
-    config = replace(Config.preset("w4a4"), images=4, search=QUICK)
-    model = Toy(lambda m, x: m.last(torch.tanh(x) * x), last=nn.Linear(8, 4)).eval()
-    quantized = adalog.quantize(model, normal(4, 8, seed=1).float(), config)
-    x = normal(2, 8, seed=2).float()
+    quantized, x = quickly(lambda m, x: m.last(torch.tanh(x) * x), 4, 8, last=nn.Linear(8, 4))
     compiled = quantized.compile("native")
     with torch.inference_mode():
         first = compiled(x)
@@ -400,10 +373,7 @@ def test_a_first_call_in_inference_mode_ties_no_later_one_to_it():
 
 @needs_kernels
 def test_a_cast_that_is_refused_leaves_the_model_as_it_was():
-    torch.manual_seed(0)
-    config = replace(Config.preset("w4a4"), images=4, search=QUICK)
-    quantized = adalog.quantize(nn.Linear(8, 4).eval(), normal(4, 8, seed=1).float(), config)
-    x = normal(2, 8, seed=2).float()
+    quantized, x = quickly(lambda m, x: m.last(x), 4, 8, last=nn.Linear(8, 4))
     compiled = quantized.compile("native")
     before = compiled(x)
     with pytest.raises(adalog.ArtifactError, match="'native' runs in float32"):

@@ -7,7 +7,7 @@ import json
 import shutil
 import struct
 import subprocess
-from pathlib import Path
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -15,15 +15,13 @@ import torch
 from PIL import Image
 
 import adalog.run
-from adalog import Calibration, Config, Preprocessing, Search, demo, library
-from adalog.export import to_pack
+from adalog import Calibration, Config, Preprocessing, demo, library
 from recorded_kernels import Recorder, run_model, run_products
-from test_native_model import HOSTILE, changed, mutants
+from stored import packed
+from test_native_model import HOSTILE, MEMORY, ROOT, SOURCES, changed, mutants, trained
 
-ROOT = Path(__file__).parent.parent
-SOURCES = ROOT / "src" / "adalog" / "runtime" / "native"
+CLASSES = [f"class {number} ß" for number in range(10)]
 NODE, CMAKE, COMPILER = shutil.which("node"), shutil.which("emcmake"), shutil.which("em++")
-MEMORY = 2**28
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}"),
@@ -43,13 +41,9 @@ def built(tmp_path_factory):
 @pytest.fixture(scope="module")
 def file(quantized, tmp_path_factory):
     """A pack of a small model, for one image or three at once, with a preprocessing and the names of its classes."""
-    folder = tmp_path_factory.mktemp("pack")
-    quantized.save(folder / "model.safetensors")
     preprocessing = Preprocessing(size=(32, 32), resize=32, fill=(1.0, 2.0, 3.0)).to_json()
-    classes = [f"class {number} ß" for number in range(10)]
     whole = dataclasses.asdict(Preprocessing.from_json(preprocessing))
-    (folder / "model.adalog").write_bytes(to_pack(folder / "model.safetensors", (1, 3), whole, classes))
-    return folder / "model.adalog"
+    return packed(quantized, tmp_path_factory.mktemp("pack") / "model.adalog", (1, 3), whole, CLASSES)
 
 
 def softmax(logits):
@@ -76,23 +70,12 @@ def test_the_description(built, file, quantized):
     found = json.loads(node(built, "describe", file, "wasm"))
     about = adalog.run.load(file).describe()
     assert (found["inputs"], found["outputs"]) == (about["inputs"], about["outputs"])
-    assert found["classes"] == [f"class {number} ß" for number in range(10)]
+    assert found["classes"] == CLASSES
     assert (found["bits"], found["level"], found["batches"]) == (quantized.config.bits, "wasm", [1, 3])
-    assert found["preprocessing"] == {
-        "height": 32,
-        "width": 32,
-        "resizeHeight": 32,
-        "resizeWidth": 32,
-        "resizeShorter": 32,
-        "interpolation": "bicubic",
-        "fit": "stretch",
-        "position": "center",
-        "channels": "rgb",
-        "fill": [1, 2, 3],
-        "mean": [0.485, 0.456, 0.406],
-        "std": [0.229, 0.224, 0.225],
-        "rescale": 1 / 255,
-    }
+    sizes = dict.fromkeys(["height", "width", "resizeHeight", "resizeWidth", "resizeShorter"], 32)
+    words = {"interpolation": "bicubic", "fit": "stretch", "position": "center", "channels": "rgb"}
+    numbers = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "rescale": 1 / 255}
+    assert found["preprocessing"] == {**sizes, **words, **numbers, "fill": [1, 2, 3]}
 
 
 def test_scalar_kernels_have_the_bits_of_this_processor(built, file):
@@ -110,13 +93,7 @@ def test_part_of_an_image(built, file):
 
 @pytest.mark.parametrize("bits", ["w4a4", "w8a8"])
 def test_bits_of_trained_weights(built, tmp_path, bits):
-    """The bundled model with the first of its blocks."""
-    model = demo.load_model()
-    model.blocks = model.blocks[:1]
-    search = Search(init=(8, 4), parents=4, steps=0, rounds=1)
-    config = dataclasses.replace(Config.preset(bits), images=4, search=search, stages=())
-    Calibration(model, demo.calibration_images()[:4]).quantize(config).save(tmp_path / "vit.safetensors")
-    (tmp_path / "vit.adalog").write_bytes(to_pack(tmp_path / "vit.safetensors"))
+    packed(trained(bits), tmp_path / "vit.adalog", (1, 8))
     images = demo.test_images()[0][:9].numpy()
     wanted = adalog.run.load(tmp_path / "vit.adalog", level="scalar")(images)
     assert np.array_equal(logits_of(built, tmp_path / "vit.adalog", images, "scalar"), wanted)
@@ -207,9 +184,7 @@ def test_mutated_packs(built, file):
 )
 def test_pixels_are_those_of_pillow(built, quantized, tmp_path, size, fields):
     preprocessing = Preprocessing(**{"size": (32, 32), "resize": 36, **fields})
-    quantized.save(tmp_path / "model.safetensors")
-    pack = to_pack(tmp_path / "model.safetensors", (1,), dataclasses.asdict(preprocessing))
-    (tmp_path / "model.adalog").write_bytes(pack)
+    packed(quantized, tmp_path / "model.adalog", (1,), dataclasses.asdict(preprocessing))
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8))
     found = node(built, "prepare", tmp_path / "model.adalog", *size, given=picture.convert("RGBA").tobytes())
     assert np.array_equal(np.frombuffer(found, np.float32).reshape(3, 32, 32), preprocessing(picture).numpy())
@@ -238,8 +213,7 @@ def test_the_page(built, file, site, tmp_path):
     best = np.argsort(-logits)[:5]
     model, error = (f"document.getElementById('{name}').textContent" for name in ("model", "error"))
     rows = "[...document.querySelectorAll('tbody tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
-    browser = Browser(tmp_path)
-    try:
+    with closing(Browser(tmp_path)) as browser:
         browser.open(address)
         browser.wait(f"{model}.includes('MB')")
         size = file.stat().st_size / 1e6
@@ -248,7 +222,7 @@ def test_the_page(built, file, site, tmp_path):
         browser.wait(f"{rows}.length || {error}")
         assert browser.value(error) == ""
         shown = browser.value(rows)
-        assert [name for name, _ in shown] == [f"class {number} ß" for number in best]
+        assert [name for name, _ in shown] == [CLASSES[number] for number in best]
         assert [float(share[:-2]) for _, share in shown] == pytest.approx(100 * softmax(logits)[best], abs=0.1)
         browser.drop("other.adalog")
         browser.wait(f"{model}.includes('other.adalog')")
@@ -259,8 +233,6 @@ def test_the_page(built, file, site, tmp_path):
         assert refusal in browser.value(error)
         assert all(each.startswith((address, "blob:", "data:")) for each in browser.asked)
         assert browser.messages == []
-    finally:
-        browser.close()
 
 
 @pytest.mark.skipif(find() is None, reason="no Chromium here: the Debian package chromium has one")
@@ -273,25 +245,23 @@ def test_the_page_with_a_thousand_classes(built, site, tmp_path):
         parameter.data = torch.randn(parameter.shape, generator=generator) / 8
     config = dataclasses.replace(Config.preset("w8a8", "minmax"), images=4)
     images = torch.randn(4, 3, 32, 32, generator=generator)
-    Calibration(model, images).quantize(config).save(tmp_path / "thousand.safetensors")
     preprocessing = Preprocessing(size=(32, 32), resize=32)
     names = [f"name {number}, or ß" for number in range(1000)]
-    pack = to_pack(tmp_path / "thousand.safetensors", (1,), dataclasses.asdict(preprocessing), names)
-    (folder / "thousand.adalog").write_bytes(pack)
+    quantized = Calibration(model, images).quantize(config)
+    pack = packed(quantized, folder / "thousand.adalog", (1,), dataclasses.asdict(preprocessing), names)
     pixels = np.random.default_rng(1).integers(0, 256, (32, 32, 3), np.uint8)
     Image.fromarray(pixels).save(folder / "fits.png")
     Image.fromarray(pixels).resize((90, 70)).save(folder / "wide.png")
     Image.fromarray(pixels).resize((40, 90)).save(folder / "high.jpg")
-    run = adalog.run.load(folder / "thousand.adalog")
+    run = adalog.run.load(pack)
     logits = {name: run(preprocessing(Image.open(folder / name))[None].numpy())[0] for name in ("fits.png", "wide.png")}
     rows = "[...document.querySelectorAll('tbody tr')].map((row) => row.cells[0].textContent)"
     model_line, error, time = (f"document.getElementById('{name}').textContent" for name in ("model", "error", "time"))
-    browser = Browser(tmp_path / "profile")
-    try:
+    with closing(Browser(tmp_path / "profile")) as browser:
         browser.open(address)
         browser.drop("thousand.adalog")
         browser.wait(f"{model_line}.includes('thousand.adalog')")
-        assert f"{len(pack) / 1e6:.1f} MB, w8a8" in browser.value(model_line)
+        assert f"{pack.stat().st_size / 1e6:.1f} MB, w8a8" in browser.value(model_line)
         for name in ("fits.png", "wide.png", "high.jpg"):
             browser.value("document.querySelector('tbody').replaceChildren()")
             browser.drop(name)
@@ -303,5 +273,3 @@ def test_the_page_with_a_thousand_classes(built, site, tmp_path):
             if name in logits:  # a browser may decode JPEG files otherwise than Pillow
                 assert shown == [names[number] for number in np.argsort(-logits[name])[:5]]
         assert browser.messages == []
-    finally:
-        browser.close()

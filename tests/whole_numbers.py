@@ -10,6 +10,7 @@ from adalog.graph.program import Node, Program, Ref
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import LogQuantizer, QuantizedTensor, UniformQuantizer, most_headroom
 from adalog.runtime import EXECUTORS as ALL
+from adalog.runtime import reference
 
 LOGS = {"log2": (1, 1, False), "log-sqrt2": (1, 2, False), "adalog": (0, 37, True)}
 PORTABLE = ("reference", "torch")
@@ -67,6 +68,40 @@ def model_of(op, left, right, shape, other, weight=None, arguments=()):
         nodes.append(Node("out", op, (Ref("l"), Ref("w"), Ref("b"), *arguments)))
     program = Program(tuple(inputs), tuple(nodes), Ref("out"), tensors, quantizers, weights)
     return QuantizedModel(QuantizedProgram(program, Config(), (), {}, example=example))
+
+
+def site_of(model):
+    """The only site of a model."""
+    (site,) = reference.plan(model.program, model.example)
+    return site
+
+
+def stored_product(generator, kind, widths, table, shape, weight_shape, extreme, own=(), geometry=(), offset=0.0):
+    """A product with a stored weight: the model, and the codes of its operands. own: the shape of the left's scale."""
+    left = left_quantizer(generator, kind, widths[0], table, own, offset)
+    right = uniform(generator, widths[1], weight_shape[0], *[1] * (len(weight_shape) - 1))
+    codes = codes_of(generator, widths[0], shape, extreme)
+    weight = codes_of(generator, widths[1], weight_shape, extreme)
+    op = "aten.conv2d.default" if geometry else "aten.linear.default"
+    return model_of(op, left, right, codes.shape, None, weight, geometry), codes, weight
+
+
+def computed_product(generator, kind, widths, table, shape, columns, extreme, per_head=True):
+    """A product of two computed operands: the model, and the codes of both. shape: (batch, heads, rows, terms)."""
+    batch, heads, _, terms = shape
+    left = left_quantizer(generator, kind, widths[0], table, (heads, 1, 1) if per_head and kind == "uniform" else ())
+    right = uniform(generator, widths[1], *((heads, 1, 1) if per_head else ()))
+    codes = codes_of(generator, widths[0], shape, extreme)
+    others = codes_of(generator, widths[1], (batch, heads, terms, columns), extreme)
+    return model_of("aten.matmul.default", left, right, codes.shape, others.shape), codes, others
+
+
+def accumulated(site, encoder, product, left, right=None):
+    """The accumulators that an executor computes from the codes of a site. right: None for a stored weight."""
+    operands = [encoder(site.left, site).lift(left)]
+    if right is not None:
+        operands.append(encoder(site.right, site).lift(right))
+    return product(site).accumulate(*operands)
 
 
 def uniform(generator, width, *shape):

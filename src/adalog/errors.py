@@ -1,5 +1,8 @@
 """The exceptions that adalog raises. Each message names what is wrong, its value, and the way out."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class AdalogError(Exception):
     """Base class of all errors of adalog. Raised itself if a step fails that has no subclass of its own."""
@@ -39,3 +42,14 @@ def one_line(cause: Exception) -> str:
     first = (str(cause).strip().splitlines() or [""])[0]
     text = printable(first if isinstance(cause, AdalogError) else f"{type(cause).__name__}: {first}".removesuffix(": "))
     return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+@contextmanager
+def converting(kind: type[AdalogError], before: str, after: str = "") -> Iterator[None]:
+    """Convert exceptions that are not adalog's own. before, after: the message around the exception's first line."""
+    try:
+        yield
+    except AdalogError:
+        raise
+    except Exception as cause:
+        raise kind(f"{before}{one_line(cause)}{after}") from cause

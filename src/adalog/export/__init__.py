@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-from adalog.errors import ArtifactError
 from adalog.export.certificate import Certificate, certify
 from adalog.export.engines import ENGINES, Engine, to_openvino
 from adalog.export.executorch import is_executorch, to_executorch
 from adalog.export.executorch_certificate import certify_executorch, export_executorch
-from adalog.export.noise import noise_like
+from adalog.export.noise import IMAGES, noise_like
 from adalog.export.onnx import to_onnx
 from adalog.export.pack import to_pack
 from adalog.export.qdq import to_encodings
@@ -33,8 +32,6 @@ __all__ = [
     "to_pack",
 ]
 
-_IMAGES = 2  # the number of noise images on which an export is certified before it is written
-
 
 def export(
     quantized: QuantizedProgram, source: str, form: OnnxForm = "mixed", engines: Sequence[str] = ("onnxruntime",)
@@ -47,8 +44,6 @@ def export(
     """
     if form not in EVERY_FORM:
         raise ValueError(f"form = {form!r} is not one of {', '.join(EVERY_FORM)}")
-    if not quantized.example:
-        raise ArtifactError("the model was made without images, so its input shapes are unknown: set its `example`")
+    noise = noise_like(quantized, IMAGES)
     content = to_onnx(quantized, form, source, selects="openvino" in engines)
-    noise = noise_like(quantized, _IMAGES)
     return content, [certify(quantized, source, content, [noise], engine=engine) for engine in engines]

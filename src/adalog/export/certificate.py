@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from adalog import version
-from adalog.errors import ArtifactError, one_line
-from adalog.export.engines import Run, open_engine
+from adalog.errors import ArtifactError, converting
+from adalog.export.engines import ELSEWHERE, Run, open_engine
 from adalog.export.onnx import KEY, as_array, graph_digest, inputs_of, package, stored_tensors, tensor_name
 from adalog.export.operands import Digit
 from adalog.export.replay import EVERY_FORM, MAKERS, OnnxForm, ProgramModule
@@ -86,9 +86,9 @@ class Certificate:
     def json(self) -> dict[str, Any]:
         """Return the certificate as JSON, with None for errors that are not finite."""
         content = asdict(self)
-        content["own_error"] = _finite(self.own_error)
-        if self.error is not None:
-            content["error"] = {name: _finite(value) for name, value in self.error.items()}
+        content["own_error"] = self.own_error if math.isfinite(self.own_error) else None
+        for name, value in (self.error or {}).items():
+            content["error"][name] = value if math.isfinite(value) else None
         return {"format": FORMAT, "passed": self.passed, "accumulators_equal": self.accumulators_equal, **content}
 
     def text(self) -> str:
@@ -120,6 +120,14 @@ class Certificate:
         return "\n".join(lines)
 
 
+def blank(
+    form: str, engine: str, executor: str, source: str, content: bytes, versions: Mapping[str, str]
+) -> Certificate:
+    """Return the certificate of a file before any comparison. source: the SHA-256 of the artifact."""
+    digests = {"artifact": source, "export": hashlib.sha256(content).hexdigest()}
+    return Certificate(form, engine, executor, digests, versions)
+
+
 @torch.no_grad()
 def certify(
     quantized: QuantizedProgram,
@@ -139,14 +147,15 @@ def certify(
     package(engine)
     model, metadata = read(content)
     form: OnnxForm = metadata["form"]
-    certificate = Certificate(
-        form, engine, executor, {"artifact": source, "export": hashlib.sha256(content).hexdigest()}, _versions(engine)
-    )
+    versions = {"adalog": version.__version__}
+    versions |= {name: str(package(name).__version__) for name in ("torch", "onnx", engine)}
+    certificate = blank(form, engine, executor, source, content, versions)
     if metadata["artifact"] != source:
         certificate.failures.append("the file was made from another artifact")
     if metadata["graph"] != graph_digest(model):
         certificate.failures.append("the file was changed after adalog wrote it")
-    replay = _replay(quantized, form)
+    replay = ProgramModule(quantized, MAKERS[form]).eval()
+    replay(*(value.new_zeros((1, *value.shape[1:])) for value in quantized.example))  # records the names of its values
     names = changed_tensors(model, replay)
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -161,20 +170,16 @@ def certify(
 def read(content: bytes) -> tuple[Any, dict[str, Any]]:
     """Return a file's model and adalog's metadata. Raises ArtifactError if `to_onnx` did not write the file."""
     onnx = package("onnx")
-    try:
+    refusal = "the file is not an ONNX model that adalog exported"
+    with converting(ArtifactError, f"{refusal} (", "): make one with `adalog export`"):  # parsers raise any exception
         model = onnx.load_model_from_string(content)
         notes = {entry.key: entry.value for entry in model.metadata_props}
         metadata = json.loads(notes[KEY])
         sane = metadata["form"] in EVERY_FORM and all(isinstance(metadata[key], str) for key in ("artifact", "graph"))
-    except Exception as cause:  # parsers may raise any exception for arbitrary bytes
-        raise ArtifactError(
-            f"the file is not an ONNX model that adalog exported ({one_line(cause)}): make one with `adalog export`"
-        ) from cause
     outside = any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer)
     if not sane or outside:
         raise ArtifactError(
-            "the file is not an ONNX model that adalog exported, because its metadata or its tensors are not valid: "
-            "make one with `adalog export`"
+            f"{refusal}, because its metadata or its tensors are not valid: make one with `adalog export`"
         )
     return model, metadata
 
@@ -189,29 +194,11 @@ def changed_tensors(model: Any, replay: ProgramModule) -> list[str]:
     names = []
     for initializer in model.graph.initializer:
         expected = expected_tensors.get(initializer.name)
-        if expected is None:
-            continue
-        actual = numpy_helper.to_array(initializer)
-        same = actual.shape == expected.shape and bool((actual.astype(expected.dtype) == expected).all())
-        if not same:
-            names.append(initializer.name)
+        if expected is not None:
+            actual = numpy_helper.to_array(initializer)
+            if actual.shape != expected.shape or not (actual.astype(expected.dtype) == expected).all():
+                names.append(initializer.name)
     return names
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _versions(engine: str) -> dict[str, str]:
-    versions = {name: str(package(name).__version__) for name in ("torch", "onnx", engine)}
-    return {"adalog": version.__version__, **versions}
-
-
-def _replay(quantized: QuantizedProgram, form: OnnxForm) -> ProgramModule:
-    """Return the replayed program after one run, which records the names of its values."""
-    replay = ProgramModule(quantized, MAKERS[form]).eval()
-    replay(*(value.new_zeros((1, *value.shape[1:])) for value in quantized.example))
-    return replay
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
@@ -284,28 +271,18 @@ def move(inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _run(run: Run, inputs: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    try:
+    with converting(ArtifactError, f"{engine} cannot run the file (", ELSEWHERE):
         return run(inputs)
-    except Exception as cause:  # engines raise classes of their own
-        raise ArtifactError(
-            f"{engine} cannot run the file ({one_line(cause)}): try another version of it, or another engine"
-        ) from cause
 
 
 def _watch(model: Any, replay: ProgramModule) -> tuple[bytes, dict[str, str]]:
-    """Add outputs to the file for the values that every site reads and computes.
-
-    Returns the new file, and the name of each encoded value by `Digit.at`. Raises ArtifactError if the file lacks one
-    of the values.
-    """
+    """Return the file with the values of all sites as outputs, and the name of each encoded value by `Digit.at`."""
     from onnx import ModelProto, ValueInfoProto
 
     copy = ModelProto()
     copy.CopyFrom(model)
     makers = {name: node for node in copy.graph.node for name in node.output}
-    names: dict[str, None] = {}
-    values: dict[str, str] = {}
-    firsts: dict[str, str] = {}
+    names, values, firsts = dict[str, None](), dict[str, str](), dict[str, str]()
     for node in copy.graph.node:
         firsts.setdefault(node.name.rpartition("/")[0], node.input[0] if node.input else "")
     for product in replay.products.values():
@@ -350,15 +327,10 @@ def _site(
     exactly = max(site.bounds) < 2**53
     ready = [[part.double() if exactly else part for part in integers] for integers in wholes]
     sums = CodeProduct(site).sums(ready[0], ready[1] if len(ready) > 1 else None)
+    scales: Sequence[Tensor | None] = trace.scales or [None] * len(sums)
     equal = all(
-        _same(
-            site,
-            total,
-            torch.as_tensor(inner[name]),
-            None if trace.scales is None else trace.scales[index],
-            ready[0][0],
-        )
-        for index, (name, total) in enumerate(zip(trace.results, sums, strict=True))
+        _same(site, total, torch.as_tensor(inner[name]), scale, ready[0][0])
+        for name, total, scale in zip(trace.results, sums, scales, strict=True)
     )
     return SiteReport(site.name, equal, operands, codes_off, differ)
 

@@ -5,28 +5,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from adalog.errors import ArtifactError, one_line
+from adalog.errors import ArtifactError, converting
 from adalog.export.onnx import package
 
 Engine = Literal["onnxruntime", "openvino"]
 ENGINES = get_args(Engine)
+ELSEWHERE = "): try another version of it, or another engine"
 Run = Callable[[Mapping[str, Any]], dict[str, Any]]  # inputs by name -> outputs by name, as arrays
 
 
 def open_engine(engine: str, content: bytes) -> Run:
-    """Return a function that runs a file in an engine, with one thread.
-
-    Raises ArtifactError if the engine refuses the file, and ValueError for an unknown engine.
-    """
+    """Return a function that runs a file in an engine, with one thread. Raises ArtifactError if that fails."""
     if engine not in ENGINES:
         raise ValueError(f"engine = {engine!r} is not one of {', '.join(ENGINES)}")
     module = package(engine)
-    try:
+    with converting(ArtifactError, f"{engine} cannot open the file (", ELSEWHERE):
         return _onnxruntime(module, content) if engine == "onnxruntime" else _openvino(module, content)
-    except Exception as cause:  # engines raise classes of their own
-        raise ArtifactError(
-            f"{engine} cannot open the file ({one_line(cause)}): try another version of it, or another engine"
-        ) from cause
 
 
 def _onnxruntime(onnxruntime: Any, content: bytes) -> Run:
@@ -59,14 +53,10 @@ def _openvino(openvino: Any, content: bytes) -> Run:
 def to_openvino(content: bytes) -> tuple[bytes, bytes]:
     """Convert a file to the .xml and .bin of OpenVINO. Raises ArtifactError if OpenVINO refuses the file."""
     openvino = package("openvino")
-    try:
+    way_out = "): try another version of OpenVINO, or use the ONNX file"
+    with converting(ArtifactError, "OpenVINO cannot convert the file (", way_out):
         model = openvino.Core().read_model(content)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.xml"
             openvino.serialize(model, str(path))
             return path.read_bytes(), path.with_suffix(".bin").read_bytes()
-    except Exception as cause:  # the engine raises classes of its own
-        raise ArtifactError(
-            f"OpenVINO cannot convert the file ({one_line(cause)}): try another version of OpenVINO, or use the ONNX "
-            "file"
-        ) from cause

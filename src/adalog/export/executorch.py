@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adalog import version
-from adalog.errors import AdalogError, ArtifactError, one_line
+from adalog.errors import ArtifactError, converting, one_line
 from adalog.export.products import ProductTrace, StoredWeight
 from adalog.export.qdq import signed_weight, why_not_per_tensor
 from adalog.export.replay import NOTED, Makers, ProgramModule
@@ -98,8 +98,8 @@ class UniformProduct(nn.Module):
             result = torch.matmul(left.value, right.value)
             return result if bias is None else result + bias
         if self.site.geometry is not None:
-            stride, padding, dilation, groups = self.site.geometry
-            return functional.conv2d(left.value, self.weight, bias, stride, padding, dilation, groups)
+            _, stride, padding, dilation = self.site.window
+            return functional.conv2d(left.value, self.weight, bias, stride, padding, dilation, self.site.groups)
         ops = torch.ops.quantized_decomposed
         x = left.value
         for end in self.ends:
@@ -154,10 +154,7 @@ def to_executorch(quantized: QuantizedProgram, source: str) -> bytes:
 
 
 def to_watched(quantized: QuantizedProgram) -> tuple[bytes, ProgramModule, list[tuple[str, str]]]:
-    """Return a file that also outputs what every site reads and computes, its program, and the names of these outputs.
-
-    Raises what `to_executorch` raises.
-    """
+    """Return a file that also outputs what every site reads and computes, its program, and the outputs' names."""
     versions()
     watched, inputs = InstrumentedModule(ProgramModule(quantized, MAKERS).eval()), one_image(quantized)
     importlib.import_module(_OPERATORS)
@@ -179,17 +176,12 @@ def lower(module: nn.Module, inputs: tuple[Tensor, ...], methods: Mapping[str, s
     exir = package("executorch.exir")
     partitioner = package("executorch.backends.xnnpack.partition.xnnpack_partitioner")
     importlib.import_module(_OPERATORS)
-    try:
-        with quietly():
-            exported = torch.export.export(module, inputs, strict=False)
-            edge = exir.to_edge_transform_and_lower(
-                exported, partitioner=[partitioner.XnnpackPartitioner()], constant_methods=dict(methods)
-            )
-            return bytes(edge.to_executorch().buffer)
-    except AdalogError:
-        raise
-    except Exception as cause:  # ExecuTorch may raise any exception for an operation that it cannot translate
-        raise ArtifactError(f"the program cannot be exported to ExecuTorch: {one_line(cause)}") from cause
+    with quietly(), converting(ArtifactError, "the program cannot be exported to ExecuTorch: "):
+        exported = torch.export.export(module, inputs, strict=False)
+        edge = exir.to_edge_transform_and_lower(
+            exported, partitioner=[partitioner.XnnpackPartitioner()], constant_methods=dict(methods)
+        )
+        return bytes(edge.to_executorch().buffer)
 
 
 def open_file(content: bytes) -> Callable[[Sequence[Tensor]], list[Tensor]]:
@@ -240,11 +232,8 @@ def package(name: str) -> ModuleType:
 
 def _method(content: bytes, name: str) -> Any:
     runtime = package("executorch.runtime")
-    try:
-        with quietly():
-            return runtime.Runtime.get().load_program(content).load_method(name)
-    except Exception as cause:  # the runtime raises classes of its own
-        raise ArtifactError(f"ExecuTorch cannot open the file ({one_line(cause)}): export it again") from cause
+    with quietly(), converting(ArtifactError, "ExecuTorch cannot open the file (", "): export it again"):
+        return runtime.Runtime.get().load_program(content).load_method(name)
 
 
 @contextmanager

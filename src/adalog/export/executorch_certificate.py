@@ -1,6 +1,5 @@
 """Certify ExecuTorch files: compare their bytes, their sites and their outputs with those of the artifact."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -8,14 +7,13 @@ from torch import Tensor
 
 from adalog.errors import ArtifactError
 from adalog.export import executorch
-from adalog.export.certificate import ROUNDING, Certificate, SiteReport, compare_batches
-from adalog.export.noise import noise_like
+from adalog.export.certificate import ROUNDING, Certificate, SiteReport, blank, compare_batches
+from adalog.export.noise import IMAGES, noise_like
 from adalog.quantized import QuantizedProgram
 from adalog.runtime import Compiled
 from adalog.runtime.reference import CodeProduct, IntegerSite, finish
 
 NAME = "executorch"  # the form and the engine of these certificates
-_NOISE = 2  # the number of noise images on which an export is certified before it is written
 
 
 def export_executorch(quantized: QuantizedProgram, source: str) -> tuple[bytes, Certificate]:
@@ -24,11 +22,10 @@ def export_executorch(quantized: QuantizedProgram, source: str) -> tuple[bytes, 
     Do not use the file if the certificate fails. source: the SHA-256 of the artifact.
     Raises ArtifactError if the program cannot be exported to ExecuTorch, and DataError if a package is missing.
     """
-    if not quantized.example:
-        raise ArtifactError("the model was made without images, so its input shapes are unknown: set its `example`")
+    noise = noise_like(quantized, IMAGES)
     content = executorch.to_executorch(quantized, source)
-    certificate = _certificate(source, content, "torch")
-    _compare(certificate, quantized, content, [noise_like(quantized, _NOISE)])
+    certificate = blank(NAME, NAME, "torch", source, content, executorch.versions())
+    _compare(certificate, quantized, content, [noise])
     return content, certificate
 
 
@@ -48,7 +45,7 @@ def certify_executorch(
     Raises ArtifactError if `to_executorch` did not write the file, ValueError if there are no images, and DataError if
     a package is missing.
     """
-    certificate = _certificate(source, content, executor)
+    certificate = blank(NAME, NAME, executor, source, content, executorch.versions())
     notes = executorch.read_notes(content)
     if notes["artifact"] != source:
         certificate.failures.append("the file was made from another artifact")
@@ -62,11 +59,6 @@ def certify_executorch(
     except ArtifactError as cause:
         certificate.failures.append(str(cause))
     return certificate
-
-
-def _certificate(source: str, content: bytes, executor: str) -> Certificate:
-    digests = {"artifact": source, "export": hashlib.sha256(content).hexdigest()}
-    return Certificate(NAME, NAME, executor, digests, executorch.versions())
 
 
 @torch.no_grad()
@@ -93,10 +85,7 @@ def _one_by_one(run: Callable[[Sequence[Tensor]], list[Tensor]], batch: Sequence
 
 
 def _site(
-    quantized: QuantizedProgram,
-    site: IntegerSite,
-    inner: Mapping[tuple[str, str], Tensor],
-    codes: Mapping[str, Tensor],
+    quantized: QuantizedProgram, site: IntegerSite, inner: Mapping[tuple[str, str], Tensor], codes: Mapping[str, Tensor]
 ) -> SiteReport:
     """Compare a site of the export with its exact sums, for the values that it read."""
     sides = [site.left, *([site.right] if site.weight is None else [])]

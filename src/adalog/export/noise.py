@@ -3,11 +3,19 @@
 import torch
 from torch import Tensor
 
+from adalog.errors import ArtifactError
 from adalog.quantized import QuantizedProgram
+
+IMAGES = 2  # the number of noise images on which an export is certified before it is written
 
 
 def noise_like(quantized: QuantizedProgram, count: int) -> tuple[Tensor, ...]:
-    """Return inputs of the calibration's shape: floats are the same normal noise in each call, other dtypes zeros."""
+    """Return inputs of the calibration's shape: floats are the same normal noise in each call, other dtypes zeros.
+
+    Raises ArtifactError if the program has no example.
+    """
+    if not quantized.example:
+        raise ArtifactError("the model was made without images, so its input shapes are unknown: set its `example`")
     generator = torch.Generator().manual_seed(0)
     return tuple(
         torch.randn((count, *value.shape[1:]), generator=generator, dtype=value.dtype)

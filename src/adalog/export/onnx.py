@@ -8,7 +8,7 @@ was made from.
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from adalog import version
-from adalog.errors import AdalogError, ArtifactError, one_line
+from adalog.errors import ArtifactError, converting
 from adalog.export.operators import NODE, RESULT, STEPS
 from adalog.export.products import StoredWeight
 from adalog.export.replay import MAKERS, NOTED, OnnxForm, ProgramModule
@@ -28,6 +28,7 @@ OPSET = 21  # the first version with integers of four bits
 _IR = 10  # the version of the file format that belongs to this opset
 _SIZES = {"B": "batch", "H": "height", "W": "width"}  # the names of free sizes
 KEY = "adalog"  # the key of adalog's own metadata
+_REFUSAL = "the program cannot be exported to ONNX: "
 
 
 def to_onnx(quantized: QuantizedProgram, form: OnnxForm, source: str, *, selects: bool = False) -> bytes:
@@ -58,10 +59,8 @@ def to_onnx(quantized: QuantizedProgram, form: OnnxForm, source: str, *, selects
     notes |= {name: json.dumps(quantized.provenance[name]) for name in NOTED if name in quantized.provenance}
     del model.metadata_props[:]
     onnx.helper.set_model_props(model, notes)
-    try:
+    with converting(ArtifactError, _REFUSAL):  # stored outputs, say
         onnx.checker.check_model(model, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as cause:  # for stored outputs, say
-        raise ArtifactError(f"the program cannot be exported to ONNX: {one_line(cause)}") from cause
     return bytes(model.SerializeToString(deterministic=True))
 
 
@@ -85,15 +84,10 @@ def _translate(replay: ProgramModule, quantized: QuantizedProgram) -> Any:
     for name, value in zip(quantized.program.inputs, inputs, strict=True):
         free = dict.fromkeys(quantized.program.free.get(name, ()), torch.export.Dim.DYNAMIC)
         shapes.append({0: torch.export.Dim("batch"), **free} if value.ndim else None)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            exported = torch.export.export(replay, inputs, dynamic_shapes={"inputs": tuple(shapes)}, strict=False)
-            program = torch.onnx.export(exported, dynamo=True, opset_version=OPSET, verbose=False)
-    except AdalogError:
-        raise
-    except Exception as cause:  # PyTorch may raise any exception for an operation that it cannot translate
-        raise ArtifactError(f"the program cannot be exported to ONNX: {one_line(cause)}") from cause
+    with warnings.catch_warnings(), converting(ArtifactError, _REFUSAL):
+        warnings.simplefilter("ignore")
+        exported = torch.export.export(replay, inputs, dynamic_shapes={"inputs": tuple(shapes)}, strict=False)
+        program = torch.onnx.export(exported, dynamo=True, opset_version=OPSET, verbose=False)
     assert program is not None
     return program.model_proto
 
@@ -104,9 +98,7 @@ def _translate(replay: ProgramModule, quantized: QuantizedProgram) -> Any:
 def _rename(model: Any) -> None:
     """Give the values and nodes of sites their names, and drop the notes of PyTorch's exporter."""
     graph = model.graph
-    names: dict[str, str] = {}
-    for initializer in graph.initializer:
-        names[initializer.name] = tensor_name(initializer.name)
+    names = {initializer.name: tensor_name(initializer.name) for initializer in graph.initializer}
     counts: dict[str, int] = {}
     for node in graph.node:
         properties = {entry.key: entry.value for entry in node.metadata_props}
@@ -117,9 +109,7 @@ def _rename(model: Any) -> None:
         node.name = at if counts[at] == 1 else f"{at}_{counts[at]}"
         node.doc_string = ""
         del node.metadata_props[:]
-    for node in graph.node:
-        node.input[:] = [names.get(name, name) for name in node.input]
-        node.output[:] = [names.get(name, name) for name in node.output]
+    _replace_names(graph, names)
     for value in (*graph.initializer, *graph.output):
         value.name = names.get(value.name, value.name)
     for value in (*graph.input, *graph.output, *graph.initializer):
@@ -129,6 +119,13 @@ def _rename(model: Any) -> None:
     del graph.metadata_props[:]
     del model.functions[:]
     graph.name, graph.doc_string, model.doc_string = "adalog", "", ""
+
+
+def _replace_names(graph: Any, names: Mapping[str, str]) -> None:
+    """Rename the values that nodes read and compute."""
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
 
 
 def tensor_name(buffer: str) -> str:
@@ -153,17 +150,14 @@ def _name_ends(model: Any, quantized: QuantizedProgram) -> None:
     for value, name in zip((*graph.input, *graph.output), (*starts, *ends), strict=True):
         names.setdefault(value.name, name)
         value.name = names[value.name]
-    inside = {name for node in graph.node for name in node.output} | {
-        initializer.name for initializer in graph.initializer
-    }
+    inside = {name for node in graph.node for name in node.output}
+    inside |= {initializer.name for initializer in graph.initializer}
     aside = (inside - names.keys()) & set(names.values())
     names |= {name: next(other for i in count() if (other := f"{name}.inner_{i}") not in inside) for name in aside}
     for initializer in graph.initializer:
         if initializer.name in aside:
             initializer.name = names[initializer.name]
-    for node in graph.node:
-        node.input[:] = [names.get(name, name) for name in node.input]
-        node.output[:] = [names.get(name, name) for name in node.output]
+    _replace_names(graph, names)
     sizes: dict[str, str] = {}
     for value, letters in zip(graph.input, quantized.shapes().values(), strict=True):
         for dim, letter in zip(value.type.tensor_type.shape.dim, letters, strict=True):
@@ -191,17 +185,11 @@ def output_names(output: Any) -> list[str]:
 
 def _paths(output: Any) -> Iterator[tuple[str | int, ...]]:
     """Yield the keys and indices that lead to each tensor of an output, in the order of `present_leaves`."""
-    if isinstance(output, Mapping):
-        steps: Iterable[tuple[str | int, Any]] = output.items()
-    elif isinstance(output, (tuple, list)):
-        steps = enumerate(output)
-    else:
-        if output is not None:
-            yield ()
-        return
-    for step, value in steps:
-        for path in _paths(value):
-            yield step, *path
+    if isinstance(output, (Mapping, tuple, list)):
+        for step, value in output.items() if isinstance(output, Mapping) else enumerate(output):
+            yield from ((step, *path) for path in _paths(value))
+    elif output is not None:
+        yield ()
 
 
 # --- operators and types that PyTorch does not write -----------------------------------------------------------------

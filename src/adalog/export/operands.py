@@ -5,7 +5,9 @@ point (as two bytes if they are wider than one), or as whole numbers in float32.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from adalog.errors import ArtifactError
 from adalog.export.operators import BYTE_STEPS, STEPS, operator
 from adalog.quantizers import LogQuantizer, Quantizer
 from adalog.runtime.integer.encode import value_thresholds
+from adalog.runtime.reference import IntegerSite
 
 COMPARED_BITS = 4  # logarithmic codes of up to this many bits are found by comparing with every threshold
 _FINEST = 2**14  # the most cells per octave that are tried to keep thresholds apart
@@ -37,12 +40,9 @@ class Digit:
 
 
 class OnnxEncoder(nn.Module):
-    """Encoder of values as an `OnnxOperand`, with the integers of the codes that `Quantizer.quantize` returns.
+    """Encoder of values as an `OnnxOperand`. Raises ArtifactError for a quantizer that ONNX cannot express."""
 
-    Raises ArtifactError for a quantizer that cannot be exported to ONNX.
-    """
-
-    def __init__(self, quantizer: Quantizer, name: str):
+    def __init__(self, quantizer: Quantizer, site: IntegerSite, name: str):
         super().__init__()
         self.name, self.limits = name, quantizer.limits()
         parts: list[_UniformPart | _Logarithm | _Ones] = [_UniformPart(*clamp) for clamp in quantizer.clamp_bounds()]
@@ -74,27 +74,22 @@ class OnnxOperand:
     def bytes(self, *, signed: bool) -> list[list[Digit]]:
         """Return the digits of each part, as bytes."""
         kind = "signed" if signed else "bytes"
-        if kind not in self._digits:
-            self._digits[kind] = [
-                [
-                    replace(digit, at=name, operand=self.encoder.name)
-                    for digit in part.bytes(self.value, name, limits, signed)
-                ]
-                for name, part, limits in zip(self._names(kind), self.encoder.pieces, self.encoder.limits, strict=True)
-            ]
-        return self._digits[kind]
+        return self._written(kind, lambda part, name, limits: part.bytes(self.value, name, limits, signed))
 
     def floats(self) -> list[list[Digit]]:
         """Return each part as whole numbers in float32."""
-        if "floats" not in self._digits:
-            self._digits["floats"] = [
-                [Digit(name, part.whole(self.value, name, name), at=name, operand=self.encoder.name)]
-                for name, part in zip(self._names("floats"), self.encoder.pieces, strict=True)
-            ]
-        return self._digits["floats"]
+        return self._written("floats", lambda part, name, _: [Digit(name, part.whole(self.value, name, name))])
 
-    def _names(self, kind: str) -> list[str]:
-        return [f"{self.encoder.name}.{kind}.{index}" for index in range(len(self.encoder.limits))]
+    def _written(self, kind: str, write: Callable[..., list[Digit]]) -> list[list[Digit]]:
+        """Return the digits of each part, which are written once. write: takes a part, its name and its limits."""
+        if kind not in self._digits:
+            operand, parts = self.encoder.name, zip(self.encoder.pieces, self.encoder.limits, strict=True)
+            named = [(part, f"{operand}.{kind}.{index}", limits) for index, (part, limits) in enumerate(parts)]
+            self._digits[kind] = [
+                [replace(digit, at=name, operand=operand) for digit in write(part, name, limits)]
+                for part, name, limits in named
+            ]
+        return self._digits[kind]
 
 
 class _UniformPart(nn.Module):
@@ -156,19 +151,18 @@ class _Logarithm(nn.Module):
         return operator("Add", [x, _number(x, self.offset)], at=name) if self.offset else x
 
     def whole(self, x: Tensor, name: str, result: str) -> Tensor:
-        value = self._lift(x, name)
+        write, number, value = partial(operator, at=name), partial(_number, x), self._lift(x, name)
         if self.compared:
-            return operator(STEPS, [value, self.thresholds, self.levels], at=name, result=result)
-        positive = operator("Max", [value, _number(x, 2.0 ** (self.first / self.cells - 1))], at=name)
-        octaves = operator("Mul", [operator("Log", [positive], at=name), _number(x, self.cells / math.log(2))], at=name)
-        cell = operator("Floor", [operator("Add", [octaves, _number(x, -self.first)], at=name)], at=name)
-        cell = operator("Clip", [cell, _number(x, 0), _number(x, len(self.ends) - 1)], at=name)
-        index = operator("Cast", [cell], at=name, dtype=torch.int32, to=6)
-        end = operator("Gather", [self.ends, index], at=name, shape=x.shape)
-        above = operator("Greater", [value, end], at=name, dtype=torch.bool)
-        above = operator("Cast", [above], at=name, dtype=torch.int32, to=6)
-        index = operator("Add", [operator("Add", [index, index], at=name), above], at=name)
-        return operator("Gather", [self.entries, index], at=name, result=result, shape=x.shape)
+            return write(STEPS, [value, self.thresholds, self.levels], result=result)
+        positive = write("Max", [value, number(2.0 ** (self.first / self.cells - 1))])
+        octaves = write("Mul", [write("Log", [positive]), number(self.cells / math.log(2))])
+        cell = write("Floor", [write("Add", [octaves, number(-self.first)])])
+        cell = write("Clip", [cell, number(0), number(len(self.ends) - 1)])
+        index = write("Cast", [cell], dtype=torch.int32, to=6)
+        end = write("Gather", [self.ends, index], shape=x.shape)
+        above = write("Cast", [write("Greater", [value, end], dtype=torch.bool)], dtype=torch.int32, to=6)
+        index = write("Add", [write("Add", [index, index]), above])
+        return write("Gather", [self.entries, index], result=result, shape=x.shape)
 
     def bytes(self, x: Tensor, name: str, limits: tuple[int, int], signed: bool) -> list[Digit]:
         """Write the part as bytes; entries above 255 become two digits of base 256."""
@@ -181,16 +175,8 @@ class _Logarithm(nn.Module):
             return operator("Cast", [shifted], at=name, result=result, dtype=dtype, to=code)
 
         if most <= 255 and self.compared and not signed:
-            value = self._lift(x, name)
-            value = operator(
-                BYTE_STEPS,
-                [value, self.thresholds, self.levels],
-                at=name,
-                result=name,
-                dtype=torch.uint8,
-                shape=x.shape,
-            )
-            return [Digit(name, value)]
+            inputs = [self._lift(x, name), self.thresholds, self.levels]
+            return [Digit(name, operator(BYTE_STEPS, inputs, at=name, result=name, dtype=torch.uint8, shape=x.shape))]
         integers = self.whole(x, name, f"{name}.whole")
         if most <= 255:
             return [Digit(name, cast(integers, name), zero_point=-shift)]
@@ -210,8 +196,7 @@ def _cells(thresholds: Tensor, table: Tensor) -> tuple[int, int, Tensor, Tensor]
     """Divide the logarithm into cells of equal width that keep these descending thresholds apart.
 
     table: the entry above each threshold, and the entry below all of them. Returns the number of cells per octave, the
-    number of the first cell, the threshold of each cell, and two entries per cell: for values up to the threshold, and
-    for values above it. Raises ArtifactError if no width of cells keeps the thresholds apart.
+    number of the first cell, the threshold of each cell, and two entries per cell: for values up to it, and above it.
     """
     octaves = thresholds.double().log2()
     cells = 1

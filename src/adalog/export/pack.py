@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from safetensors.torch import load as parse_safetensors
 from safetensors.torch import save as to_safetensors
-from torch import Tensor
 
 from adalog import artifact, run, version
 from adalog.errors import ArtifactError
@@ -87,16 +86,13 @@ def to_pack(
         file = Path(folder) / "pack"
         file.write_bytes(packed)
         results = run.load(file, memory=2**62)(*(value.numpy() for value in noise))
-    if not all(map(_is_same, leaves_of(results), leaves_of(compiled(*noise)))):
+    pairs = zip(leaves_of(results), leaves_of(compiled(*noise)), strict=True)
+    if not all(torch.equal(torch.from_numpy(found).nan_to_num(), output.nan_to_num()) for found, output in pairs):
         raise ArtifactError(
             f"adalog cannot pack {path}: the images of a batch change each other's outputs, so run it with PyTorch "
             "instead"
         )
     return packed
-
-
-def _is_same(output: Any, expected: Tensor) -> bool:
-    return torch.equal(torch.from_numpy(output).nan_to_num(), expected.nan_to_num())
 
 
 def _describe(structure: Any, path: str = "") -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Multiply whole numbers with operators of ONNX."""
 
+import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,11 +113,11 @@ class OnnxProduct(nn.Module):
             rights = None if right is None else right.bytes(signed=self.signed)
         else:
             lefts, rights = left.floats(), None if right is None else right.floats()
-        sums = self._dequantize(lefts, rights) if self.bytes and self.mixed else self._sums(lefts, rights)
+        sums = self._sums(lefts, self._weights() if rights is None else rights)
         names = tuple(f"{site.name}.accumulators.{index}" for index in range(len(sums)))
-        self.traced = ProductTrace(
-            tuple(map(tuple, lefts)), None if rights is None else tuple(map(tuple, rights)), names, self._unit_of(names)
-        )
+        scales = tuple(self.get_buffer(f"scale_{index}") for index in range(len(sums))) if self._has_units else None
+        rights_read = None if rights is None else tuple(map(tuple, rights))
+        self.traced = ProductTrace(tuple(map(tuple, lefts)), rights_read, names, scales)
         total = None
         for index, summand in enumerate(sums):
             part = summand
@@ -135,98 +135,60 @@ class OnnxProduct(nn.Module):
         units = [*self.site.left.units(), *([] if self.site.weight is not None else self.site.right.units())]
         return self.bytes and self.mixed and all(unit.numel() == 1 for unit in units)
 
-    def _unit_of(self, names: Sequence[str]) -> tuple[Tensor, ...] | None:
-        if not self._has_units:
-            return None
-        return tuple(self.get_buffer(f"scale_{index}") for index in range(len(names)))
-
     def _weights(self) -> list[list[Digit]]:
         """Return the stored weight as the right side of the product."""
-        return [
-            [
-                Digit(f"{self.site.name}.weight_{place}", self.get_buffer(f"weight_{place}"), factor)
-                for place, factor in enumerate(_factors(self.bases[1]))
-            ]
-        ]
+        names = [(f"weight_{place}", factor) for place, factor in enumerate(_factors(self.bases[1]))]
+        return [[Digit(f"{self.site.name}.{name}", self.get_buffer(name), factor) for name, factor in names]]
 
-    def _sums(self, lefts: list[list[Digit]], rights: list[list[Digit]] | None) -> list[Tensor]:
-        """Return the accumulators of each pair of parts: int32 or int64, or whole numbers in float32."""
+    def _sums(self, lefts: list[list[Digit]], rights: list[list[Digit]]) -> list[Tensor]:
+        """Return the sums of each pair of parts: int32, int64, whole numbers in float32, or dequantized floats."""
+        at, floats = self.site.name, self.bytes and self.mixed
         if not self.bytes:
-            lefts, rights = self._cut(lefts, 0), None if rights is None else self._cut(rights, 1)
-        sums = []
-        for index, (left, right) in enumerate(
-            (left, right) for left in lefts for right in (self._weights() if rights is None else rights)
-        ):
-            name = f"{self.site.name}.accumulators.{index}"
-            pairs = [(x_digit, y_digit) for x_digit in left for y_digit in right]
-            if len(pairs) == 1:
-                ((x_digit, y_digit),) = pairs
-                sums.append(self._multiply(x_digit, y_digit, name))
-                continue
+            lefts = self._cut(lefts, 0)
+            rights = rights if self.site.weight is not None else self._cut(rights, 1)
+        sums: list[Tensor] = []
+        for i, j in itertools.product(range(len(lefts)), range(len(rights))):
+            name = f"{at}.accumulators.{len(sums)}"
+            pairs = list(itertools.product(lefts[i], rights[j]))
             total: Tensor | None = None
-            for number, (x_digit, y_digit) in enumerate(pairs):
-                term = self._multiply(x_digit, y_digit, "").to(torch.int64 if self.site.bits > 32 else torch.int32)
-                factor = x_digit.factor * y_digit.factor
-                term = term if factor == 1 else operator("Mul", [term, term.new_tensor(factor)], at=self.site.name)
-                last = name if number == len(pairs) - 1 else ""
-                total = term if total is None else operator("Add", [total, term], at=self.site.name, result=last)
+            for number, (x, y) in enumerate(pairs, 1):
+                term = self._multiply(x, y, name if len(pairs) == 1 else "", i, j)
+                if len(pairs) > 1 and not floats:
+                    term = term.to(torch.int64 if self.site.bits > 32 else torch.int32)
+                    factor = x.factor * y.factor
+                    term = term if factor == 1 else operator("Mul", [term, term.new_tensor(factor)], at=at)
+                last = name if number == len(pairs) else ""
+                total = term if total is None else operator("Add", [total, term], at=at, result=last)
             assert total is not None
             sums.append(total)
         return sums
 
-    def _multiply(self, left: Digit, right: Digit, result: str) -> Tensor:
+    def _multiply(self, left: Digit, right: Digit, result: str, i: int, j: int) -> Tensor:
+        """Write the product of two digits, which belong to the parts i and j of the operands."""
         site, at = self.site, self.site.name
         x, y = left.value, right.value
         if site.geometry is not None:
             return self._convolve(x, y, result)
+        if self.bytes and self.mixed:  # as floats that engines recognize as quantized
+            x = self._float(left, site.left.units()[i] if self._has_units else None)
+            y = self._float(right, site.right.units()[j] if self._has_units else None)
         shape = matmul_shape(x, y)
-        if not self.bytes:
+        if self.mixed or not self.bytes:
             return operator("MatMul", [x, y], at=at, result=result, shape=shape)
         zeros = [x.new_tensor(left.zero_point)]
-        if site.weight is None or self.has_zero_point:
-            zeros.append(self._zero_point(right))
+        if site.weight is None:
+            zeros.append(y.new_tensor(right.zero_point))
+        elif self.has_zero_point:
+            zeros.append(self.zero_point)
         return operator("MatMulInteger", [x, y, *zeros], at=at, result=result, dtype=torch.int32, shape=shape)
-
-    def _zero_point(self, right: Digit) -> Tensor:
-        return right.value.new_tensor(right.zero_point) if self.site.weight is None else self.zero_point
 
     def _convolve(self, x: Tensor, weight: Tensor, result: str) -> Tensor:
         site = self.site
-        sums = operator(
-            "Conv",
-            [x, weight],
-            at=site.name,
-            result=result if self.mixed else "",
-            shape=convolved_shape(site, x),
-            **convolution_attributes(site),
-        )
+        sums = convolve(site, x, weight, result if self.mixed else "")
         if self.mixed:
             return sums
         # Without the cast, an engine may multiply the weights by the scales, so that the sums are not whole numbers.
         return operator("Cast", [sums], at=site.name, result=result, dtype=torch.int32, to=6)
-
-    def _dequantize(self, lefts: list[list[Digit]], rights: list[list[Digit]] | None) -> list[Tensor]:
-        """Return the product of each pair of parts, computed from floats that engines recognize as quantized."""
-        site, inside = self.site, self._has_units
-        results = []
-        pairs = [(i, j) for i in range(len(lefts)) for j in range(1 if rights is None else len(rights))]
-        for index, (i, j) in enumerate(pairs):
-            total: Tensor | None = None
-            digits = [(x, y) for x in lefts[i] for y in (self._weights()[0] if rights is None else rights[j])]
-            for number, (x, y) in enumerate(digits):
-                left = self._float(x, site.left.units()[i] if inside else None)
-                right = self._float(y, site.right.units()[j] if inside else None)
-                last = f"{site.name}.accumulators.{index}"
-                result = last if len(digits) == 1 else ""
-                term = operator("MatMul", [left, right], at=site.name, result=result, shape=matmul_shape(left, right))
-                if total is None:
-                    total = term
-                else:
-                    result = last if number == len(digits) - 1 else ""
-                    total = operator("Add", [total, term], at=site.name, result=result)
-            assert total is not None
-            results.append(total)
-        return results
 
     def _float(self, digit: Digit, unit: Tensor | None) -> Tensor:
         """Dequantize the bytes of a digit. unit: the unit of its part, or None if the product is scaled afterwards."""
@@ -268,24 +230,21 @@ def scales_of(site: IntegerSite) -> list[Tensor]:
     return [scale.expand(shape).reshape(-1, 1, 1).contiguous() for scale in site.scales]
 
 
-def convolved_shape(site: IntegerSite, x: Tensor) -> list[int]:
-    """Return the shape of a convolution's output for an image x."""
-    assert site.weight is not None
-    return [x.shape[0], len(site.weight), *site.sizes(x.shape)]
-
-
-def convolution_attributes(site: IntegerSite) -> dict[str, Any]:
-    """Return the attributes of the operator Conv."""
-    assert site.geometry is not None
-    assert site.weight is not None
-    stride, padding, dilation, groups = site.geometry
-    return {
-        "strides": list(stride),
-        "pads": [*padding, *padding],
-        "dilations": list(dilation),
-        "group": groups,
-        "kernel_shape": list(site.weight.shape[2:]),
-    }
+def convolve(site: IntegerSite, x: Tensor, weight: Tensor, result: str) -> Tensor:
+    """Write the operator Conv of a site for an image x."""
+    kernel, stride, padding, dilation = site.window
+    return operator(
+        "Conv",
+        [x, weight],
+        at=site.name,
+        result=result,
+        shape=[x.shape[0], len(weight), *site.sizes(x.shape)],
+        strides=list(stride),
+        pads=[*padding, *padding],
+        dilations=list(dilation),
+        group=site.groups,
+        kernel_shape=list(kernel),
+    )
 
 
 def _raw(limits: tuple[int, int]) -> int:

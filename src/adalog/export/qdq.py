@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from adalog.errors import ArtifactError
 from adalog.export.operands import Digit
 from adalog.export.operators import matmul_shape, operator
-from adalog.export.products import ProductTrace, StoredWeight, convolution_attributes, convolved_shape, scales_of
+from adalog.export.products import ProductTrace, StoredWeight, convolve, scales_of
 from adalog.quantizers import Quantizer, UniformQuantizer, symmetric_zero_point
 from adalog.runtime.reference import IntegerSite
 
@@ -44,15 +44,10 @@ class QdqEncoder(nn.Module):
         self.zero_point = nn.Buffer(torch.zeros((), dtype=torch.int8))
 
     def forward(self, x: Tensor) -> QdqOperand:
-        codes = operator(
-            "QuantizeLinear",
-            [x, self.scale, self.zero_point],
-            at=self.name,
-            result=f"{self.name}.codes",
-            dtype=torch.int8,
-        )
-        value = operator("DequantizeLinear", [codes, self.scale, self.zero_point], at=self.name, dtype=torch.float32)
-        return QdqOperand(Digit(f"{self.name}.codes", codes, at=self.name, operand=self.name), value)
+        name, parameters = f"{self.name}.codes", (self.scale, self.zero_point)
+        codes = operator("QuantizeLinear", [x, *parameters], at=self.name, result=name, dtype=torch.int8)
+        value = operator("DequantizeLinear", [codes, *parameters], at=self.name, dtype=torch.float32)
+        return QdqOperand(Digit(name, codes, at=self.name, operand=self.name), value)
 
 
 def why_not_per_tensor(quantizer: Quantizer, target: str) -> str:
@@ -100,14 +95,7 @@ class QdqProduct(nn.Module):
             shape = matmul_shape(left.value, weight)
             result = operator("MatMul", [left.value, weight], at=site.name, result=name, shape=shape)
         else:
-            result = operator(
-                "Conv",
-                [left.value, weight],
-                at=site.name,
-                result=name,
-                shape=convolved_shape(site, left.value),
-                **convolution_attributes(site),
-            )
+            result = convolve(site, left.value, weight, name)
         rights = None if right is None else ((right.digit,),)
         self.traced = ProductTrace(((left.digit,),), rights, (name,), (self.scale,))
         if bias is None:
@@ -115,14 +103,9 @@ class QdqProduct(nn.Module):
         return result + (bias if site.geometry is None else bias[:, None, None])
 
     def _weight(self) -> Tensor:
-        return operator(
-            "DequantizeLinear",
-            [self.codes, self.units, self.zero_point],
-            at=f"{self.site.name}.weight",
-            result=f"{self.site.name}.weight",
-            dtype=torch.float32,
-            axis=1 if self.site.geometry is None else 0,
-        )
+        name, axis = f"{self.site.name}.weight", 1 if self.site.geometry is None else 0
+        inputs = [self.codes, self.units, self.zero_point]
+        return operator("DequantizeLinear", inputs, at=name, result=name, dtype=torch.float32, axis=axis)
 
 
 def signed_weight(site: IntegerSite, target: str, way_out: str) -> tuple[Tensor, Tensor]:
@@ -168,9 +151,5 @@ def to_encodings(content: bytes) -> bytes:
                 raise ArtifactError(f"{entry['name']} is quantized with two scales, and encodings have one per value")
         elif node.op_type == "DequantizeLinear" and node.input[0] in stored:
             weights.append(encoding(node.output[0], node.input[1], "PER_CHANNEL", _BITS))
-    entries = {
-        "version": "1.0.0",
-        "activation_encodings": list(activations.values()),
-        "param_encodings": weights,
-    }
+    entries = {"version": "1.0.0", "activation_encodings": list(activations.values()), "param_encodings": weights}
     return (json.dumps(entries, indent=1) + "\n").encode()

@@ -51,13 +51,9 @@ class Makers:
     target: str = "ONNX"
 
 
-def _encoder(quantizer: Quantizer, site: IntegerSite, name: str) -> nn.Module:
-    return OnnxEncoder(quantizer, name)
-
-
 MAKERS: dict[str, Makers] = {
-    "mixed": Makers(_encoder, partial(OnnxProduct, mixed=True)),
-    "integer": Makers(_encoder, partial(OnnxProduct, mixed=False)),
+    "mixed": Makers(OnnxEncoder, partial(OnnxProduct, mixed=True)),
+    "integer": Makers(OnnxEncoder, partial(OnnxProduct, mixed=False)),
     "qdq": Makers(QdqEncoder, QdqProduct),
 }
 

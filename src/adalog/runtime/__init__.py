@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from adalog.errors import AdalogError, ArtifactError, one_line
+from adalog.errors import ArtifactError, converting
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, Program, Ref
 from adalog.graph.tracing import trace
@@ -43,11 +43,8 @@ class Compiled(nn.Module):
     """A quantized model that runs in integers and has the same inputs and outputs as the model.
 
     sites: the sites that run in integers, by name. All other operations run in float, as they do in the model.
-
-    Only the executor "native" takes threads, batch and level. threads: the number of threads; None uses as many as
-    torch. batch: a batch size to prepare for. level: the kernels to use, one of `library.LEVELS`; None uses the fastest
-    that run on this machine.
-
+    Only the executor "native" takes threads (None uses as many as torch), batch (a batch size to prepare for) and level
+    (one of `library.LEVELS`; None uses the fastest that runs on this machine).
     Raises ArtifactError if the model cannot run in integers (see `reference.plan`), and ValueError for options that do
     not run on this machine.
     """
@@ -68,9 +65,7 @@ class Compiled(nn.Module):
             raise ValueError(f"only executor = 'native' takes threads, batch and level, not {executor!r}")
         if not quantized.example:
             raise ArtifactError("the model was made without images, so its input shapes are unknown: set its `example`")
-        self.quantized = quantized
-        self.executor = executor
-        self._context = None
+        self.quantized, self.executor, self._context = quantized, executor, None
         if executor == "native":
             self._context = native.Context(torch.get_num_threads() if threads is None else threads, level)
         self._lock = threading.Lock()
@@ -80,24 +75,18 @@ class Compiled(nn.Module):
             self.prepare(batch)
 
     def _prepare_plans(self) -> None:
-        try:
-            self._plan()
-        except AdalogError:
-            raise
-        except Exception as cause:  # an unusual program that runs in float may raise anything here
-            raise ArtifactError(f"the program cannot run in integers: {one_line(cause)}") from cause
-
-    def _plan(self) -> None:
-        sites = reference.plan(self.quantized.program, self.quantized.example)
-        self.sites = {site.name: site for site in sites}
         makers: tuple[Any, Any, Any] = reference.CodeEncoder.key, reference.CodeEncoder, reference.CodeProduct
-        if self._context is not None:
-            self._check_native()
-            makers = native.encoder_key, native.encoder, functools.partial(native.product, context=self._context)
-        elif self.executor == "torch":
+        if self.executor == "torch":
             makers = integer.DigitEncoder.key, integer.DigitEncoder, integer.product
-        self._apart = compile_program(self.quantized.program, sites, *makers)
-        self._fused = integer.fuse(*self._apart) if self.executor == "torch" else self._apart
+        elif self._context is not None:
+            makers = native.encoder_key, native.encoder, functools.partial(native.product, context=self._context)
+        # An unusual program that runs in float may raise anything here.
+        with converting(ArtifactError, "the program cannot run in integers: "):
+            sites = reference.plan(self.quantized.program, self.quantized.example)
+            self.sites = {site.name: site for site in sites}
+            self._check_native()
+            self._apart = compile_program(self.quantized.program, sites, *makers)
+            self._fused = integer.fuse(*self._apart) if self.executor == "torch" else self._apart
         self._plans: dict[tuple[tuple[int, ...], ...], native.Plan] = {}
 
     def _check_native(self) -> None:
@@ -105,7 +94,7 @@ class Compiled(nn.Module):
         unsupported = [
             value for value in tensors if value.device.type != "cpu" or value.dtype in (torch.float64, torch.float16)
         ]
-        if unsupported:
+        if self._context is not None and unsupported:
             raise ArtifactError(
                 f"executor = 'native' runs in float32 on the CPU, but the model is in {unsupported[0].dtype} on "
                 f"{unsupported[0].device}: convert or move it"
@@ -171,9 +160,8 @@ class Compiled(nn.Module):
 
         def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
             if node.op == ENCODE:
-                codes_of[node.name.rpartition("#")[0].rstrip("#")] = (
-                    steps[node.name].quantizer.quantize(args[0]).to(torch.uint8)
-                )
+                codes = steps[node.name].quantizer.quantize(args[0])
+                codes_of[node.name.rpartition("#")[0].rstrip("#")] = codes.to(torch.uint8)
 
         program.run(inputs, watch, steps)
         return codes_of
@@ -182,10 +170,8 @@ class Compiled(nn.Module):
     def trace(self, name: str, *inputs: Tensor) -> Trace:
         """Return the trace of the site with this name for these inputs. Raises ValueError for an unknown site."""
         if name not in self.sites:
-            raise ValueError(
-                f"site = {name!r} is not one of the {len(self.sites)} sites that run in integers: "
-                f"{', '.join(self.sites)}"
-            )
+            sites = f"the {len(self.sites)} sites that run in integers: {', '.join(self.sites)}"
+            raise ValueError(f"site = {name!r} is not one of {sites}")
         self._check(inputs)
         site, (program, steps) = self.sites[name], self._apart
         operands = {arg.name for node in program.nodes if node.name == site.node.name for arg in node.args[:2] if arg}
@@ -226,8 +212,7 @@ def compile_program(
     """Return the program with the planned sites in integers, and the functions of its new nodes by name.
 
     Sites with the same `key` that share a quantizer also share one encoded operand. A quantizer also stays in the
-    program if a float operation reads it. encoder, product: create the executor's encoder of an operand, and its
-    product of a site.
+    program if a float operation reads it. encoder, product: create the executor's encoders and products.
     """
     sites = {site.node.name: site for site in planned}
     fakes = {node.name: node for node in program.nodes if node.op == FAKE_QUANTIZE}

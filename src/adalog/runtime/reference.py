@@ -27,9 +27,6 @@ INT32 = 2**31  # 32-bit accumulators stay below this
 FREE_TERMS = 4096
 
 
-# --- sites -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class IntegerSite:
     """A product whose two operands are codes.
@@ -38,8 +35,8 @@ class IntegerSite:
     (O, I / groups, kh, kw). terms: the number of products that an accumulator sums. scales: the value of one unit of
     the accumulator for each pair of parts, left parts outermost; it broadcasts against the output, or for a convolution
     against (B, groups, L, O / groups). bounds: for each pair of parts, the largest magnitude that an accumulator can
-    reach with any codes, which is terms times the largest integers of both parts. geometry: stride, padding, dilation
-    and groups of a convolution; None for other products.
+    reach, which is terms times the largest integers of both parts. geometry: stride, padding, dilation and groups of a
+    convolution; None for other products.
     """
 
     name: str
@@ -74,37 +71,31 @@ class IntegerSite:
             return integers.t()
         return integers.reshape(self.groups, -1, integers[0].numel()).transpose(1, 2)
 
-    def rows(self, image: Tensor, fill: int = 0) -> Tensor:
-        """Return a convolution's operand as the rows of a product: (B, C, H, W) -> (B, groups, L, I / groups)."""
+    @property
+    def window(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """The kernel's (height, width), and the stride, padding and dilation of a convolution."""
         assert self.geometry is not None
         assert self.weight is not None
-        stride, padding, dilation, groups = self.geometry
-        return (
-            patches(image, self.weight.shape[2:], stride, padding, dilation, fill=fill)
-            .unflatten(2, (groups, -1))
-            .transpose(1, 2)
-        )
+        return (tuple(self.weight.shape[2:]), *self.geometry[:3])
+
+    def rows(self, image: Tensor, fill: int = 0) -> Tensor:
+        """Return a convolution's operand as the rows of a product: (B, C, H, W) -> (B, groups, L, I / groups)."""
+        return patches(image, *self.window, fill=fill).unflatten(2, (self.groups, -1)).transpose(1, 2)
 
     def image(self, rows: Tensor, shape: torch.Size) -> Tensor:
-        """Reshape a convolution's output, (B, groups, L, O / groups) -> (B, O, H, W). shape: the shape of its input.
-
-        Every executor stores the channels last in memory, because the last bit of float operations may depend on it.
-        """
+        """Reshape a convolution's output, (B, groups, L, O / groups) -> (B, O, H, W). shape: the shape of its input."""
+        # Every executor stores the channels last in memory, because the last bit of float operations may depend on it.
         return rows.transpose(1, 2).flatten(2).contiguous().transpose(1, 2).unflatten(2, self.sizes(shape))
 
     def sizes(self, shape: torch.Size) -> tuple[int, ...]:
         """Return the (height, width) of a convolution's output for an input of this shape."""
-        assert self.geometry is not None
-        assert self.weight is not None
-        return output_sizes(shape[2:], self.weight.shape[2:], *self.geometry[:3])
+        return output_sizes(shape[2:], *self.window)
 
 
 def plan(program: Program, example: tuple[Tensor, ...]) -> list[IntegerSite]:
     """Return every product of two quantized operands, in order of execution. All other products stay float.
 
-    example: the inputs with zero images, (0, ...) each. Raises ArtifactError for a site that cannot run in integers
-    (logarithmic codes without a table, split codes, scales that differ within one sum), or whose sums may not fit in 64
-    bits.
+    example: the inputs with zero images, (0, ...) each. Raises ArtifactError for a site that cannot run in integers.
     """
     plain, _ = program.unquantize()
     names = {call.node.name: call.name for site in find_sites(plain) for call in site.calls}
@@ -182,25 +173,23 @@ def _largest(quantizer: Quantizer) -> list[int]:
 def _constant(name: str, unit: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Return the unit if it is the same along these dimensions. Raises ArtifactError otherwise."""
     if any(unit.ndim >= -dim and unit.shape[dim] > 1 for dim in dims):
-        raise ArtifactError(
-            f"site {name} has scales {tuple(unit.shape)} that differ within one sum: it cannot run in integers"
-        )
+        raise _uneven(name, unit)
     return unit
 
 
 def _per_group(name: str, unit: Tensor, groups: int, channels: int) -> Tensor:
-    """Return the unit of each group of an image's channels, (groups, 1, 1), or a single unit for all groups.
-
-    Raises ArtifactError if channels of one group have different units.
-    """
+    """Return the unit of each group of an image's channels, (groups, 1, 1), or of all. Raises as `_constant`."""
     if unit.numel() == 1:
         return unit.reshape(())
     rows = unit.reshape(groups, -1) if unit.numel() == channels and unit.shape[-2:] == (1, 1) else None
     if rows is None or not bool((rows == rows[:, :1]).all()):
-        raise ArtifactError(
-            f"site {name} has scales {tuple(unit.shape)} that differ within one sum: it cannot run in integers"
-        )
+        raise _uneven(name, unit)
     return rows[:, :1, None]
+
+
+def _uneven(name: str, unit: Tensor) -> ArtifactError:
+    shape = tuple(unit.shape)
+    return ArtifactError(f"site {name} has scales {shape} that differ within one sum: it cannot run in integers")
 
 
 # --- the executor ----------------------------------------------------------------------------------------------------
@@ -239,10 +228,7 @@ class CodeProduct:
         return [sums.to(left.device) for sums in self.sums(lefts, rights)]
 
     def sums(self, lefts: Sequence[Tensor], rights: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Return the sums of products of the parts' integers, which are on the CPU. The sums keep their type.
-
-        They are exact in int64. They are also exact in float64 if no bound of the site reaches 2**53.
-        """
+        """Return the sums of the parts' integers, on the CPU: int64, or float64 if no bound reaches 2**53."""
         site = self.site
         if site.geometry is not None:
             lefts = [site.rows(part) for part in lefts]

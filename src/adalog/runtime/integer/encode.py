@@ -31,7 +31,7 @@ class DigitEncoder:
         if len(self._digits) == 1 and quantizer.scale.dtype == torch.float32:
             (digits,) = self._digits
             if isinstance(quantizer, UniformQuantizer) and len(digits.factors) == 1:
-                self._direct = _uniform_digits(quantizer, digits)
+                self._direct = _UniformDigits(quantizer, digits)
             elif isinstance(quantizer, LogQuantizer) and quantizer.rounding == "nearest":
                 self._direct = _log_digits(quantizer, digits)
 
@@ -86,19 +86,17 @@ def _as_image(x: Tensor) -> Tensor:
     return x.permute(0, 3, 1, 2)
 
 
-# --- uniform codes ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
 class _UniformDigits:
     """Encoder of uniform codes with a single digit: clamp(round(x / scale) - constant, *bounds).
 
     scale: has no dimensions if there is only one. bounds: two numbers, or two tensors with the shape of the scale.
     """
 
-    scale: Tensor
-    constant: int
-    bounds: tuple[Any, Any]
+    def __init__(self, quantizer: UniformQuantizer, digits: Digits):
+        zero_point, scale, self.constant = quantizer.zero_point, quantizer.scale, digits.constant
+        bounds = -zero_point - self.constant, 2**quantizer.bits - 1 - zero_point - self.constant
+        self.bounds: Any = [bound.item() for bound in bounds] if zero_point.numel() == 1 else bounds
+        self.scale = scale.reshape(()) if scale.numel() == 1 else scale
 
     def __call__(self, x: Tensor, outs: list[Tensor]) -> None:
         (result,) = outs
@@ -120,17 +118,6 @@ class _UniformDigits:
             count = min(len(x), -(-x.numel() // CHUNK))
             return zip(x.tensor_split(count), out.tensor_split(count), strict=True)
         return iter([(x, out)])
-
-
-def _uniform_digits(quantizer: UniformQuantizer, digits: Digits) -> _UniformDigits:
-    zero_point, scale = quantizer.zero_point, quantizer.scale
-    bounds = -zero_point - digits.constant, 2**quantizer.bits - 1 - zero_point - digits.constant
-    low, high = (bound.item() for bound in bounds) if zero_point.numel() == 1 else bounds
-    scale = scale.reshape(()) if scale.numel() == 1 else scale
-    return _UniformDigits(scale, digits.constant, (low, high))
-
-
-# --- logarithmic codes -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,15 +183,8 @@ def value_thresholds(quantizer: LogQuantizer) -> Tensor:
     A value has code k if it is at most thresholds[k - 1] and above thresholds[k]. This is exact: the quotient of the
     value and the scale lies on the same side of the quantizer's own threshold.
     """
-    quotients = log_thresholds(
-        quantizer.q,
-        quantizer.r,
-        quantizer.bits,
-        beyond=quantizer.beyond,
-        rounding=quantizer.rounding,
-        table=quantizer.table,
-        headroom=quantizer.headroom,
-    )
+    choices = {name: getattr(quantizer, name) for name in ("beyond", "rounding", "table", "headroom")}
+    quotients = log_thresholds(quantizer.q, quantizer.r, quantizer.bits, **choices)
     return _largest_values(quotients.float(), quantizer.scale.cpu().reshape(()))
 
 

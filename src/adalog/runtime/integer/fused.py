@@ -63,10 +63,7 @@ class FusedAttention:
 
 
 def fuse(program: Program, steps: Mapping[str, Any]) -> tuple[Program, dict[str, Any]]:
-    """Return the program with a `LinearChain` or an `FusedAttention` in place of several steps, wherever one fits.
-
-    steps: the functions of the program's encoders and products, by the name of their node.
-    """
+    """Return the program and its functions, with a `LinearChain` or `FusedAttention` in place of steps it fits."""
     steps = dict(steps)
     nodes = {node.name: node for node in program.nodes}
     following = _only_readers(program)

@@ -23,9 +23,6 @@ def product(site: IntegerSite) -> "RowProduct | BatchedProduct":
     return RowProduct(site) if multiplies_rows(site) else BatchedProduct(site)
 
 
-# --- signed bytes ----------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def multiplies_bytes(device: torch.device) -> bool:
     """Return True if `torch._int_mm` exists on the device and is exact on extreme bytes, so that no sum saturates."""
@@ -73,6 +70,8 @@ class RowProduct:
         sums = self._weight.sum(0, dtype=torch.int64) + site.terms * self._moved
         largest = int(self._weight.to(torch.int16).abs().max()) if self._weight.numel() else 0
         self._constants = [digits.constant * sums for digits in self._left]
+        self._has_constants = [bool(constant.any()) for constant in self._constants]
+        self._has_moved = bool(self._moved.any())
         self._dtypes = []
         for digits, bound in zip(self._left, site.bounds, strict=True):
             passing = sum(digits.factors) * site.terms * 128 * largest + bound  # largest sum before the constants
@@ -128,14 +127,6 @@ class RowProduct:
             total.add_((row_sums[:, None] * self._moved).to(dtype))
         return total
 
-    @functools.cached_property
-    def _has_constants(self) -> list[bool]:
-        return [bool(constant.any()) for constant in self._constants]
-
-    @functools.cached_property
-    def _has_moved(self) -> bool:
-        return bool(self._moved.any())
-
     def accumulate(self, left: list[Tensor], right: None = None) -> list[Tensor]:
         """Return the same sums as `reference.CodeProduct.accumulate`, from digits."""
         lead = left[0].shape[:-1] if self.site.geometry is None else (len(left[0]), 1, -1)
@@ -185,9 +176,6 @@ class RowProduct:
         return result if site.geometry is None else site.image(result[:, None], shape)
 
 
-# --- floats ----------------------------------------------------------------------------------------------------------
-
-
 class BatchedProduct:
     """The product of a site of many small matrices (attention, grouped convolutions), as whole numbers in floats.
 
@@ -232,26 +220,18 @@ class BatchedProduct:
             right = self._weight
         else:
             site.check_terms(left[0].shape[-1])
-        lefts, rights = self._with_factors(self._left, left), self._with_factors(self._right, right)
+        lefts, rights = (
+            [[(factor, next(following).to(self._dtype)) for factor in digits.factors] for digits in parts]
+            for parts, following in ((self._left, iter(left)), (self._right, iter(right)))
+        )
         return [[(f * g, multiply(x, y)) for f, x in one for g, y in other] for one in lefts for other in rights]
 
-    def _with_factors(self, parts: list[Digits], tensors: list[Tensor]) -> list[list[tuple[int, Tensor]]]:
-        """Return the digits of each part in the type of the products, each with its factor."""
-        following = iter(tensors)
-        return [[(factor, next(following).to(self._dtype)) for factor in digits.factors] for digits in parts]
-
     def _depthwise(self, image: Tensor, weight: Tensor) -> Tensor:
-        """Convolve each channel with its own kernel: (B, C, H, W), (C, taps, 1) -> (B, C, L, 1).
-
-        `IntegerSite.rows` would repeat the image once per tap.
-        """
-        site = self.site
-        assert site.geometry is not None
-        assert site.weight is not None
-        stride, padding, dilation, groups = site.geometry
-        kernels = weight.reshape(site.weight.shape)
+        """Convolve each channel alone, (B, C, H, W), (C, taps, 1) -> (B, C, L, 1), without repeating it per tap."""
+        site, (kernel, stride, padding, dilation) = self.site, self.site.window
+        kernels = weight.reshape(-1, 1, *kernel)
         if _SUMS_PLAINLY and image.device.type == "cpu" and image.dtype == torch.float32:
-            result = torch.conv2d(image, kernels, None, stride, padding, dilation, groups)
+            result = torch.conv2d(image, kernels, None, stride, padding, dilation, site.groups)
         else:
             height, width = site.sizes(image.shape)
             padded = torch.nn.functional.pad(image, (padding[1], padding[1], padding[0], padding[0]))

@@ -9,6 +9,7 @@ import ctypes
 import functools
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,116 +22,98 @@ ACTIVATIONS = ("", "relu", "gelu", "gelu_tanh", "silu", "hardswish")  # as `Acti
 # --- structures ------------------------------------------------------------------------------------------------------
 
 
+def _fields(*groups: tuple[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return the fields of a structure, from pairs of several names and their type."""
+    return tuple((name, kind) for names, kind in groups for name in names.split())
+
+
 class Steps(ctypes.Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("heap", "values")),
+    _fields_ = _fields(
+        ("heap values", c_void_p),
         ("length", c_int64),
-        *((name, c_int32) for name in ("depth", "planes")),
+        ("depth planes", c_int32),
         ("buckets", c_void_p),
         ("count", c_int64),
-        *((name, c_float) for name in ("slope", "origin", "center")),
-        *((name, c_int32) for name in ("shift", "least", "top", "most")),
+        ("slope origin center", c_float),
+        ("shift least top most", c_int32),
         ("near", c_void_p),
         ("near_length", c_int64),
-        *((name, c_float) for name in ("near_slope", "near_origin")),
+        ("near_slope near_origin", c_float),
     )
 
 
 class Output(ctypes.Structure):
-    _fields_ = (
+    _fields_ = _fields(
         ("kind", c_int32),
-        *((name, c_void_p) for name in ("scale", "bias", "high", "top")),
+        ("scale bias high top", c_void_p),
         ("parameters", c_int64),
         ("residual", c_void_p),
         ("residual_bytes", c_int64),
-        *((name, c_void_p) for name in ("data", "more")),
-        *((name, c_int64) for name in ("bytes", "row")),
-        *((name, c_void_p) for name in ("place", "added_to")),
-        *(("places", c_int64), ("activation", c_int32)),
-        *((name, c_void_p) for name in ("code_scale", "code_zero")),
+        ("data more", c_void_p),
+        ("bytes row", c_int64),
+        ("place added_to", c_void_p),
+        ("places", c_int64),
+        ("activation", c_int32),
+        ("code_scale code_zero", c_void_p),
         ("steps", Steps),
     )
 
 
 class Linear(ctypes.Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("weights", "data", "more")),
-        *((name, c_int64) for name in ("bytes", "row", "rows")),
-        ("out", Output),
-    )
+    _fields_ = _fields(("weights data more", c_void_p), ("bytes row rows", c_int64), ("out", Output))
 
 
 class Side(ctypes.Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("data", "more")),
-        *((name, c_int64) for name in ("bytes", "batch", "head", "row")),
-        ("zero", c_void_p),
-        *((name, c_int32) for name in ("bits", "transposed", "top")),
+    _fields_ = _fields(
+        ("data more", c_void_p), ("bytes batch head row", c_int64), ("zero", c_void_p), ("bits transposed top", c_int32)
     )
 
 
 class Matrices(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("batches", "heads", "rows", "terms", "columns")),
-        ("left", Side),
-        ("right", Side),
+    _fields_ = _fields(
+        ("batches heads rows terms columns", c_int64),
+        ("left right", Side),
         ("out", Output),
-        *((name, c_int64) for name in ("out_batch", "out_head")),
+        ("out_batch out_head", c_int64),
     )
 
 
 class Attention(ctypes.Structure):
-    _fields_ = (
+    _fields_ = _fields(
         ("scores", Matrices),
-        *((name, c_void_p) for name in ("factor", "bias", "bias_of")),
-        *((name, c_int64) for name in ("bias_bytes", "bias_tables", "bias_heads", "bias_batches")),
+        ("factor bias bias_of", c_void_p),
+        ("bias_bytes bias_tables bias_heads bias_batches", c_int64),
         ("steps", Steps),
         ("zero", c_int32),
         ("code_scale", c_float),
         ("columns", c_int64),
         ("values", Side),
         ("out", Output),
-        *((name, c_int64) for name in ("out_batch", "out_head")),
-    )
-
-
-class Norm(ctypes.Structure):
-    _fields_ = (
-        ("data", c_void_p),
-        *((name, c_int64) for name in ("bytes", "row", "rows", "columns")),
-        ("epsilon", c_float),
-        ("out", Output),
+        ("out_batch out_head", c_int64),
     )
 
 
 class Encode(ctypes.Structure):
-    _fields_ = (
-        ("data", c_void_p),
-        *((name, c_int64) for name in ("bytes", "row", "rows", "columns")),
-        ("out", Output),
-    )
+    _fields_ = _fields(("data", c_void_p), ("bytes row rows columns", c_int64), ("out", Output))
+
+
+class Norm(ctypes.Structure):
+    _fields_ = _fields(("data", c_void_p), ("bytes row rows columns", c_int64), ("epsilon", c_float), ("out", Output))
+
+
+_WINDOW = (  # of a convolution
+    ("data", c_void_p),
+    ("bytes images channels height width", c_int64),
+    ("kernel stride padding dilation", c_int64 * 2),
+)
 
 
 class Patches(ctypes.Structure):
-    _fields_ = (
-        ("data", c_void_p),
-        *((name, c_int64) for name in ("bytes", "images", "channels", "height", "width")),
-        *((name, c_int64 * 2) for name in ("kernel", "stride", "padding", "dilation")),
-        ("fill", c_int32),
-        ("out", c_void_p),
-        *((name, c_int64) for name in ("out_bytes", "row")),
-    )
+    _fields_ = _fields(*_WINDOW, ("fill", c_int32), ("out", c_void_p), ("out_bytes row", c_int64))
 
 
 class Depthwise(ctypes.Structure):
-    _fields_ = (
-        ("data", c_void_p),
-        *((name, c_int64) for name in ("bytes", "images", "channels", "height", "width")),
-        *((name, c_int64 * 2) for name in ("kernel", "stride", "padding", "dilation")),
-        *((name, c_void_p) for name in ("zero", "factors")),
-        ("pairs", c_int64),
-        ("out", Output),
-    )
+    _fields_ = _fields(*_WINDOW, ("zero factors", c_void_p), ("pairs", c_int64), ("out", Output))
 
     @property
     def factor_count(self) -> int:
@@ -148,7 +131,6 @@ KERNELS = {
     "patches": Patches,
     "depthwise": Depthwise,
 }
-
 WRITTEN = {(Output, "data"), (Output, "more"), (Patches, "out")}  # pointers to memory that kernels write
 
 # --- the library -----------------------------------------------------------------------------------------------------
@@ -220,26 +202,18 @@ class Weights:
     """A stored weight in the layout that kernels read. A code of up to 4 bits takes half a byte.
 
     codes: (O, I), uint8, contiguous. zero: the zero points, (O,), int32, contiguous. name: names the weight in error
-    messages. left_zero: the zero point of the left operand. left_top: the largest byte of the left operand. The
-    attribute `choices` holds (bits, left_zero, left_top), as tapes store them.
+    messages. choices: (bits, zero point of the left operand, its largest byte), as tapes store them.
     """
 
     def __init__(
-        self,
-        codes: npt.NDArray[np.uint8],
-        zero: npt.NDArray[np.int32],
-        name: str,
-        bits: int,
-        left_zero: int,
-        left_top: int,
+        self, codes: npt.NDArray[np.uint8], zero: npt.NDArray[np.int32], name: str, choices: tuple[int, int, int]
     ):
         assert codes.dtype == np.uint8
         assert codes.flags.c_contiguous
         assert zero.dtype == np.int32
         assert zero.shape == codes.shape[:1]
-        self._library = load()
-        self.choices = bits, left_zero, left_top
-        sizes = (*codes.shape, *self.choices)
+        self._library, self.choices = load(), choices
+        sizes = (*codes.shape, *choices)
         self.pointer = self._library.adalog_weights(codes.ctypes.data, zero.ctypes.data, *sizes)
         if not self.pointer:
             raise MemoryError(f"there is not enough memory for the weight of {name}")

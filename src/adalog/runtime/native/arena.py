@@ -37,6 +37,13 @@ def in_memory(value: Tensor) -> tuple[list[int], list[int]]:
     return order, [order.index(i) for i in range(value.ndim)]
 
 
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Apply a function to all tensors in a value."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(function, item) for item in value)
+    return function(value) if isinstance(value, Tensor) else value
+
+
 def copy(static: Any, value: Any) -> None:
     """Copy the tensors of a value into the tensors of another value with the same structure."""
     if isinstance(static, Tensor):
@@ -51,21 +58,13 @@ class PlanCall:
     """One call of a plan, for the step that computes the value `step`.
 
     operation: the name of a kernel or of an operation. run: makes the call, and returns None or the status of a kernel.
-    arguments: the structure for a kernel; (result, arguments) for an operation that NumPy runs (`floats`); None for an
-    operation that torch runs.
+    arguments: the structure for a kernel; (result, arguments) if NumPy runs the operation; None if torch does.
     """
 
     step: str
     operation: str
     run: Callable[[], int | None]
     arguments: ctypes.Structure | tuple[Tensor, tuple[Any, ...]] | None
-
-
-def _as_arrays(value: Any) -> Any:
-    """Convert tensors to NumPy arrays that share their memory."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_as_arrays, value))
-    return value.numpy() if isinstance(value, Tensor) else value
 
 
 class Arena:
@@ -82,9 +81,8 @@ class Arena:
         """Take memory for a tensor. It stays taken until `drop` or `give_scratch` frees it."""
         count = math.prod(shape)
         size = max(64, -(-count * dtype.itemsize // 64) * 64)
-        free = self._free.get(size)
-        if free:
-            memory = free.pop()
+        if self._free.get(size):
+            memory = self._free[size].pop()
         else:
             memory = torch.zeros(size, dtype=torch.uint8)
             self.blocks.append(memory)
@@ -161,7 +159,7 @@ class Layout:
 
     def _floats(self, operation: str, out: Tensor, *args: Any) -> None:
         """Add a call of an operation in `FLOATS`."""
-        run = functools.partial(FLOATS[operation], *(_as_arrays(array) for array in (out, *args)))
+        run = functools.partial(FLOATS[operation], *map_tensors(Tensor.numpy, (out, *args)))
         self.calls.append(PlanCall(self.step, operation, run, (out, args)))
 
     def call_torch(self, operation: str, run: Callable[[], None]) -> None:
@@ -190,10 +188,7 @@ class Layout:
         return static
 
     def make_dense(self, plane: Tensor, lead: Sequence[int]) -> Tensor:
-        """Return bytes whose rows or columns are dense, and whose batch dimensions can be viewed as one.
-
-        lead: the leading dimensions of the product. The bytes are expanded to them if there are more than two.
-        """
+        """Return bytes whose rows or columns are dense, and whose batch dimensions, `lead`, can be viewed as one."""
         view = plane = plane.expand(*lead, *plane.shape[-2:]) if len(lead) > 2 else plane
         if len(plane.shape[:-3]) > 1:
             try:
@@ -203,16 +198,13 @@ class Layout:
         return view if 1 in (view.stride(-1), view.stride(-2)) else self.dense(view)
 
     def results(self, finish: Finish, shape: Sequence[int], rows: Rows | None = None) -> list[Tensor]:
-        """Take memory for the results of a kernel, one tensor per plane.
-
-        rows: the places where the kernel stores its rows. If some places stay empty, the memory is not shared and is
-        filled with the value of an empty row.
-        """
+        """Take memory for the results of a kernel, one tensor per plane. Places without a row hold an empty row."""
         count = finish.planes if isinstance(finish, Lookup) else 1
         dtype = torch.float32 if finish is None else torch.uint8
         if rows is None or rows.whole:
             return [self.arena.take(shape, dtype) for _ in range(count)]
-        # The kernel's rows may be longer or shorter than the rows of the shape, because views may have changed them.
+        # Steps do not share this memory, because no call fills the empty places again. The kernel's rows may be longer
+        # or shorter than the rows of the shape, because views may have changed them.
         columns = finish.scale.numel() if isinstance(finish, Codes) else 1
         empty = torch.zeros(columns) if rows.empty is None else rows.empty
         if isinstance(finish, Codes):
@@ -244,12 +236,8 @@ class Layout:
             planes=table.planes,
             buckets=self.keep(buckets),
             count=len(buckets),
-            slope=places.slope,
-            origin=places.origin,
-            center=places.center,
-            shift=places.shift,
-            least=places.least,
             top=top_of(table.values),
+            **places,
         )
         few = few_buckets_of(table.thresholds)
         if few is not None:
@@ -266,20 +254,17 @@ class Layout:
         """
         offset = torch.zeros_like(scale) if bias is None else bias.double().reshape(-1).expand(len(scale))
         number = abi.ACTIVATIONS.index(activation)
-        arguments = abi.Output(parameters=len(scale), activation=number, **place(*out))
-        if isinstance(finish, Codes) and activation:
-            arguments.code_scale = self.keep((1 / finish.scale.double()).float().contiguous())
-            arguments.code_zero = self.keep(finish.zero.float().contiguous())
-        elif isinstance(finish, Codes):
-            scale, offset = scale / finish.scale.double(), offset / finish.scale.double() + finish.zero.double()
+        arguments = abi.Output(kind=abi.FLOATS, parameters=len(scale), activation=number, **place(*out))
         if isinstance(finish, Codes):
-            arguments.kind = abi.CODES
-            arguments.high = self.keep(finish.top)
+            if activation:
+                arguments.code_scale = self.keep((1 / finish.scale.double()).float().contiguous())
+                arguments.code_zero = self.keep(finish.zero.float().contiguous())
+            else:
+                scale, offset = scale / finish.scale.double(), offset / finish.scale.double() + finish.zero.double()
+            arguments.kind, arguments.high = abi.CODES, self.keep(finish.top)
             arguments.top = self.keep(finish.top.to(torch.uint8))
         elif isinstance(finish, Lookup):
             arguments.kind, arguments.steps = abi.STEPS, self.lookup(finish)
-        else:
-            arguments.kind = abi.FLOATS
         arguments.scale = self.keep(scale.float().contiguous())
         arguments.bias = self.keep(offset.float().contiguous())
         return arguments

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import functools
 import math
 import threading
 import time
@@ -17,33 +16,9 @@ from torch import Tensor
 from adalog.graph.operations import MOVES
 from adalog.graph.program import Program, evaluate, refs_of
 from adalog.quantizers import UniformQuantizer
-from adalog.runtime.native import abi
-from adalog.runtime.native.arena import Bytes, Layout, addresses, copy, in_memory
-from adalog.runtime.native.products import (
-    ByteEncoder,
-    ByteProduct,
-    DepthwiseProduct,
-    Planes,
-    by_batch_and_head,
-    bytes_behind,
-    linear,
-    matrices,
-    side,
-    window_fields,
-    zero_point,
-)
+from adalog.runtime.native import abi, products, steps
+from adalog.runtime.native.arena import Bytes, Layout, addresses, copy, in_memory, map_tensors
 from adalog.runtime.native.recognise import failing, recognise
-from adalog.runtime.native.steps import (
-    ActivationStep,
-    AliasStep,
-    AttentionStep,
-    EncodeStep,
-    LinearStep,
-    LoweredProgram,
-    MatmulStep,
-    NormStep,
-    TorchStep,
-)
 from adalog.runtime.native.tables import Codes, Finish
 from adalog.runtime.reference import ENCODE, IntegerSite
 
@@ -65,19 +40,16 @@ class Plan:
         inputs: Sequence[Tensor],
         shapes: Mapping[str, Any],
     ):
-        sites = {
-            name: step.site for name, step in functions.items() if isinstance(step, (ByteProduct, DepthwiseProduct))
-        }
-        quantizers = {name: step.quantizer for name, step in functions.items() if isinstance(step, ByteEncoder)}
+        kernels = products.ByteProduct, products.DepthwiseProduct
+        sites = {name: step.site for name, step in functions.items() if isinstance(step, kernels)}
+        encoders = {name: step for name, step in functions.items() if isinstance(step, products.ByteEncoder)}
+        quantizers = {name: encoder.quantizer for name, encoder in encoders.items()}
         emitter = _Emitter(recognise(program, sites, quantizers, shapes), functions, context, inputs)
         self.program, self.functions, self.shapes = program, functions, [value.shape for value in inputs]
         self.statics, self.pointers, self.results = emitter.statics, emitter.pointers, emitter.results
-        self.layout = emitter.layout  # owns the memory that the calls point to
-        self._lock = threading.Lock()
-        self.calls = emitter.layout.calls
-        self._runs = [call.run for call in self.calls]
-        self.fallbacks = emitter.fallbacks
-        self.nbytes = emitter.layout.arena.nbytes
+        self.fallbacks, self.layout = emitter.fallbacks, emitter.layout  # the layout owns the memory of the calls
+        self.calls, self.nbytes = self.layout.calls, self.layout.arena.nbytes
+        self._lock, self._runs = threading.Lock(), [call.run for call in self.calls]
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         with self._taking(inputs):
@@ -85,7 +57,8 @@ class Plan:
                 status = run()
                 if status:
                     abi.check(status)
-            return evaluate(self.program.output, {name: _copy(value) for name, value in self.results.items()})
+            copies = {name: map_tensors(Tensor.clone, value) for name, value in self.results.items()}
+            return evaluate(self.program.output, copies)  # the next call overwrites the results
 
     def times(self, inputs: Sequence[Tensor]) -> list[float]:
         """Return the CPU seconds that this thread spends in each call, in order."""
@@ -109,14 +82,7 @@ class Plan:
             yield
 
 
-def _copy(value: Any) -> Any:
-    """Copy a value into memory that the next call does not overwrite. Sizes are numbers and stay as they are."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_copy, value))
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _last_reads(lowered: LoweredProgram) -> list[list[str]]:
+def _last_reads(lowered: steps.LoweredProgram) -> list[list[str]]:
     """Return for each step the names of the values that no later step reads. Outputs are read at the end."""
     own = {step.name for step in lowered.steps}
     read_later = set(refs_of(lowered.program.output))
@@ -137,7 +103,11 @@ class _Emitter:
     """
 
     def __init__(
-        self, lowered: LoweredProgram, functions: Mapping[str, Any], context: abi.Context, inputs: Sequence[Tensor]
+        self,
+        lowered: steps.LoweredProgram,
+        functions: Mapping[str, Any],
+        context: abi.Context,
+        inputs: Sequence[Tensor],
     ):
         self.layout = Layout(context)
         self.layout.alive.append(lowered.constants)
@@ -154,14 +124,14 @@ class _Emitter:
         for name, value, static in zip(program.inputs, inputs, self.statics, strict=True):
             self._values[name] = torch.empty(value.shape) if static is None else static
         emitted: dict[type, Callable[[Any], Any]] = {
-            NormStep: self._norm,
-            LinearStep: self._linear,
-            MatmulStep: self._matrices,
-            AttentionStep: self._attend,
-            EncodeStep: self._encode,
-            ActivationStep: lambda step: _activate(self.layout, self._values[step.source], step.activation),
-            AliasStep: lambda step: self._values[step.source],
-            TorchStep: self._torch,
+            steps.NormStep: self._norm,
+            steps.LinearStep: self._linear,
+            steps.MatmulStep: self._matrices,
+            steps.AttentionStep: self._attend,
+            steps.EncodeStep: self._encode,
+            steps.ActivationStep: lambda step: _activate(self.layout, self._values[step.source], step.activation),
+            steps.AliasStep: lambda step: self._values[step.source],
+            steps.TorchStep: self._torch,
         }
         nodes, arena = {node.name: node for node in program.nodes}, self.layout.arena
         for step, dead in zip(lowered.steps, _last_reads(lowered), strict=True):
@@ -177,28 +147,20 @@ class _Emitter:
 
     # --- kernels -----------------------------------------------------------------------------------------------------
 
-    def _norm(self, step: NormStep) -> Any:
+    def _norm(self, step: steps.NormStep) -> Any:
         layout, x = self.layout, _floats(self._values[step.source])
         x, columns = layout.dense(x), x.shape[-1]
         out = layout.results(step.finish, step.shape, step.rows)
         scale = torch.ones(columns).double() if step.weight is None else step.weight.double()
-        arguments = abi.Norm(
-            data=x.data_ptr(),
-            bytes=bytes_behind(x),
-            row=columns,
-            rows=x.numel() // columns,
-            columns=columns,
-            epsilon=step.epsilon,
-            out=layout.output(step.finish, [plane.view(-1, columns) for plane in out], scale, step.bias),
-        )
-        layout.move_rows(arguments.out, step.rows, self._added(step))
-        layout.call("norm", arguments)
+        output = layout.output(step.finish, [plane.view(-1, columns) for plane in out], scale, step.bias)
+        layout.move_rows(output, step.rows, self._added(step))
+        layout.call("norm", abi.Norm(**products.row_fields(x.view(-1, columns)), epsilon=step.epsilon, out=output))
         return _value(step.finish, out)
 
-    def _added(self, step: NormStep | LinearStep) -> Tensor | None:
+    def _added(self, step: steps.NormStep | steps.LinearStep) -> Tensor | None:
         return None if step.rows.added is None else _floats(self._values[step.rows.added])
 
-    def _linear(self, step: LinearStep) -> Any:
+    def _linear(self, step: steps.LinearStep) -> Any:
         layout, product = self.layout, self._functions[step.product]
         source, columns = self._values[step.source], product.columns
         scale = product.site.scales[0].double().reshape(-1).expand(columns)
@@ -210,7 +172,7 @@ class _Emitter:
         out = self._in_place(step, residual) or layout.results(step.finish, step.shape, step.rows)
         output = layout.output(step.finish, [plane.view(-1, columns) for plane in out], scale, bias, step.activation)
         layout.move_rows(output, step.rows, residual)
-        if isinstance(product, DepthwiseProduct):
+        if isinstance(product, products.DepthwiseProduct):
             image = layout.dense(source[0].permute(0, 2, 3, 1))
             layout.alive += [product.zero, product.factors]
             layout.call("depthwise", product.arguments(image, output))
@@ -219,12 +181,12 @@ class _Emitter:
                 _add_ones_sums(layout, output, product, source[0].shape)
             rows = self._rows_of(product.site, source)
             if len(rows[0]):
-                layout.call("linear", linear(product.weights, rows, output))
+                layout.call("linear", products.linear(product.weights, rows, output))
         if step.image is not None:  # (B, L, O) as (B, O, H, W)
             out = [plane.transpose(1, 2).unflatten(2, step.image) for plane in out]
         return _value(step.finish, out)
 
-    def _in_place(self, step: LinearStep, residual: Tensor | None) -> list[Tensor] | None:
+    def _in_place(self, step: steps.LinearStep, residual: Tensor | None) -> list[Tensor] | None:
         """Return the memory of the value that a linear adds to, if the sums can overwrite that value, or None."""
         rows, arena = step.rows, self.layout.arena
         if residual is None or step.finish is not None or rows.place is not None or rows.added_to is not None:
@@ -232,19 +194,18 @@ class _Emitter:
         alone = rows.added in self._last_read and residual.is_contiguous() and arena.holds_alone(residual)
         return [residual.view(step.shape)] if alone else None
 
-    def _rows_of(self, site: IntegerSite, left: Bytes) -> Planes:
+    def _rows_of(self, site: IntegerSite, left: Bytes) -> products.Planes:
         """Return the left operand of a stored weight as (T, I)."""
         layout = self.layout
         if site.geometry is None:
             return [layout.dense(plane).view(-1, site.terms) for plane in left]
-        stride, padding, *_ = site.geometry
-        kernel, images = site.weight.shape[2:], left[0]  # type: ignore[union-attr]
+        (kernel, stride, padding, _), images = site.window, left[0]
         if math.prod((*kernel, *stride)) == 1 and not any(padding):  # each pixel is a row
             return [layout.dense(plane.permute(0, 2, 3, 1)).view(-1, site.terms) for plane in left]
         count = len(images) * math.prod(site.sizes(images.shape))
         return [_gather_patches(layout, site, plane, count) for plane in map(layout.dense, left)]
 
-    def _matrices(self, step: MatmulStep) -> Any:
+    def _matrices(self, step: steps.MatmulStep) -> Any:
         layout, site = self.layout, self._functions[step.product].site
         left, right = self._values[step.left], self._values[step.right]
         site.check_terms(left[0].shape[-1])
@@ -252,13 +213,13 @@ class _Emitter:
         out = (layout.results_by_token if by_token else layout.results)(step.finish, step.shape)
         *left, right = (layout.make_dense(plane, step.shape[:-2]) for plane in (*left, *right))
         left = [plane if plane.stride(-1) == 1 else layout.dense(plane) for plane in left]
-        arguments, alive = matrices(site, left, right, out[0])
+        arguments, alive = products.matrices(site, left, right, out[0])
         layout.alive.append(alive)
         arguments.out = layout.output(step.finish, out, _by_column(site.scales[0], step.shape), None)
         layout.call("product", arguments)
         return _value(step.finish, out)
 
-    def _attend(self, step: AttentionStep) -> Any:
+    def _attend(self, step: steps.AttentionStep) -> Any:
         layout, site, scores = self.layout, self._functions[step.product].site, self._functions[step.scores].site
         q, k, v = (layout.make_dense(self._values[name][0], step.shape[:-2]) for name in step.reads)
         scores.check_terms(q.shape[-1])
@@ -268,26 +229,18 @@ class _Emitter:
             k = layout.dense(k.transpose(-1, -2)).transpose(-1, -2)
         out, lead = layout.results_by_token(step.finish, step.shape), step.shape[:-2]
         (left, *alive), (right, *alive_too), (values, *alive_as_well) = (
-            side([plane], lead, quantizer, transposed=plane is k)
+            products.side([plane], lead, quantizer, transposed=plane is k)
             for plane, quantizer in ((q, scores.left), (k, scores.right), (v, site.right))
         )
         layout.alive += [alive, alive_too, alive_as_well]
-        result = by_batch_and_head(out[0], lead)
-        products = abi.Matrices(
-            batches=len(result),
-            heads=result.shape[1],
-            rows=step.shape[-2],
-            terms=q.shape[-1],
-            columns=k.shape[-1],
-            left=left,
-            right=right,
-        )
+        result = products.by_batch_and_head(out[0], lead)
+        sizes = {"batches": len(result), "heads": result.shape[1], "rows": step.shape[-2], "terms": q.shape[-1]}
         factor = _by_column(scores.scales[0], (*step.shape[:-1], 1)) * step.factor * math.log2(math.e)
         arguments = abi.Attention(
-            scores=products,
+            scores=abi.Matrices(**sizes, columns=k.shape[-1], left=left, right=right),
             factor=layout.keep(factor.float().contiguous()),
             steps=layout.lookup(step.probabilities),
-            zero=zero_point(site.left),
+            zero=products.zero_point(site.left),
             code_scale=1 / float(site.left.scale) if isinstance(site.left, UniformQuantizer) else 0.0,
             columns=step.shape[-1],
             values=values,
@@ -297,13 +250,13 @@ class _Emitter:
         )
         if step.bias is not None:
             tables, which = (step.bias[0] * math.log2(math.e)).float().contiguous(), step.bias[1].to(torch.int32)
-            arguments.bias, arguments.bias_bytes = layout.keep(tables), bytes_behind(tables)
+            arguments.bias, arguments.bias_bytes = layout.keep(tables), products.bytes_behind(tables)
             arguments.bias_tables, arguments.bias_heads = tables.shape[:2]
             arguments.bias_of, arguments.bias_batches = layout.keep(which), len(which)
         layout.call("attention", arguments)
         return _value(step.finish, out)
 
-    def _encode(self, step: EncodeStep) -> Any:
+    def _encode(self, step: steps.EncodeStep) -> Any:
         """Encode a value. The codes have the same memory order as the value."""
         layout, quantizer, x = self.layout, step.quantizer, self._values[step.source]
         if x.dtype != torch.float32:  # scales of float64 can give it another type than on the meta device
@@ -337,9 +290,7 @@ class _Emitter:
         output = layout.output(finish, [plane.view(-1, columns) for plane in out], torch.ones(columns).double(), None)
         if isinstance(finish, Codes):
             output.scale = layout.keep(finish.scale)  # this kernel divides by it, as the quantizer does
-        arguments = abi.Encode(
-            data=x.data_ptr(), bytes=bytes_behind(x), row=rows.stride(0), rows=len(rows), columns=columns, out=output
-        )
+        arguments = abi.Encode(**products.row_fields(rows), out=output)
         if step.source in self._index_of:
             self.pointers.append((arguments, self._index_of[step.source]))
         layout.call("encode", arguments)
@@ -347,11 +298,12 @@ class _Emitter:
 
     # --- operations without a kernel ---------------------------------------------------------------------------------
 
-    def _torch(self, step: TorchStep) -> Any:
+    def _torch(self, step: steps.TorchStep) -> Any:
         node = step.node
         args = evaluate(node.args, self._values)
         kwargs = {key: evaluate(value, self._values) for key, value in node.kwargs.items()}
-        function = self._functions.get(node.name) or functools.partial(_apply, self._lowered.program, node)
+        program = self._lowered.program
+        function = self._functions.get(node.name) or (lambda *args, **kwargs: program.apply(node, args, kwargs))
         if args and isinstance(args[0], Bytes) and node.op in MOVES:
             planes = args[0]
             return Bytes(self._by_torch(node.name, node.op, function, (x, *args[1:]), kwargs) for x in planes)
@@ -368,12 +320,16 @@ class _Emitter:
         known = isinstance(static, Tensor) and name not in self._functions
         if known and self.layout.call_numpy(op, static, args, kwargs):
             return static
-        into = _writer(op)
-        if known and into is not None and _writes(into, args, kwargs, static, result):
-            self.layout.call_torch(op, functools.partial(_call, into, args, {**kwargs, "out": static}))
-        else:
-            self.layout.call_torch(op, lambda: copy(static, function(*args, **kwargs)))
-        return Bytes(static) if isinstance(function, ByteEncoder) else static
+        into = _writer(op, args, kwargs, static, result) if known else None
+
+        def run() -> None:
+            if into is None:
+                copy(static, function(*args, **kwargs))
+            else:
+                into(*args, **kwargs, out=static)
+
+        self.layout.call_torch(op, run)
+        return Bytes(static) if isinstance(function, products.ByteEncoder) else static
 
 
 def _value(finish: Finish, out: list[Tensor]) -> Any:
@@ -386,37 +342,25 @@ def _activate(layout: Layout, value: Tensor, activation: str) -> Tensor:
     x = layout.dense(_floats(value).permute(order))
     columns = max(size for size in range(1, 1 << 12) if x.numel() % size == 0)
     (out,) = layout.results(None, x.shape)
-    arguments = abi.Encode(
-        data=x.data_ptr(),
-        bytes=bytes_behind(x),
-        row=columns,
-        rows=x.numel() // columns,
-        columns=columns,
-        out=layout.output(None, [out.view(-1, columns)], torch.ones(columns).double(), None, activation),
-    )
-    layout.call("encode", arguments)
+    output = layout.output(None, [out.view(-1, columns)], torch.ones(columns).double(), None, activation)
+    layout.call("encode", abi.Encode(**products.row_fields(x.view(-1, columns)), out=output))
     return out.permute(back)
 
 
 def _gather_patches(layout: Layout, site: IntegerSite, plane: Tensor, count: int) -> Tensor:
     """Return the patch of the images behind each of the `count` pixels of a convolution's output: (count, I)."""
     out = layout.take_scratch((count, site.terms), torch.uint8)
-    arguments = abi.Patches(
-        fill=zero_point(site.left),
-        out=out.data_ptr(),
-        out_bytes=bytes_behind(out),
-        row=site.terms,
-        **window_fields(site, plane),
-    )
-    layout.call("patches", arguments)
+    place = {"out": out.data_ptr(), "out_bytes": products.bytes_behind(out), "row": site.terms}
+    window = products.window_fields(site, plane)
+    layout.call("patches", abi.Patches(**window, fill=products.zero_point(site.left), **place))
     return out
 
 
-def _add_ones_sums(layout: Layout, output: abi.Output, product: ByteProduct, shape: Sequence[int]) -> None:
+def _add_ones_sums(layout: Layout, output: abi.Output, product: products.ByteProduct, shape: Sequence[int]) -> None:
     """Add the outputs of a convolution's part of ones, which are the same for all images of this shape."""
     values = product.ones_sums(shape[1:]).to(torch.float32) * product.site.scales[1].reshape(-1)
     numbers = torch.arange(len(values), dtype=torch.int32).repeat(shape[0])
-    output.residual, output.residual_bytes = layout.keep(values), bytes_behind(values)
+    output.residual, output.residual_bytes = layout.keep(values), products.bytes_behind(values)
     output.added_to, output.places = layout.keep(numbers), len(numbers)
 
 
@@ -434,26 +378,14 @@ def _by_column(scale: Tensor, shape: Sequence[int]) -> Tensor:
     return by_head.expand(heads, 1, shape[-1]).reshape(-1)
 
 
-def _apply(program: Program, node: Any, *args: Any, **kwargs: Any) -> Any:
-    return program.apply(node, args, kwargs)
-
-
-def _writer(op: str) -> Callable[..., Any] | None:
-    """Return the form of an operation that writes its result into a given tensor, or None."""
+def _writer(
+    op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], static: Tensor, expected: Tensor
+) -> Callable[..., Any] | None:
+    """Return the form of an operation that writes the expected result into a given tensor, or None."""
     packet = getattr(torch.ops.aten, op.removeprefix("aten.").partition(".")[0], None)
-    return getattr(packet, "out", None)
-
-
-def _writes(
-    into: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], static: Tensor, expected: Tensor
-) -> bool:
-    """Return True if the form takes these arguments and computes the wanted result."""
+    into: Callable[..., Any] | None = getattr(packet, "out", None)
     try:
-        result = into(*args, **kwargs, out=static)
+        result = None if into is None else into(*args, **kwargs, out=static)
     except (RuntimeError, TypeError, ValueError):  # it takes other arguments
-        return False
-    return result is static and torch.equal(static, expected)
-
-
-def _call(into: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    into(*args, **kwargs)
+        return None
+    return into if result is static and torch.equal(static, expected) else None

@@ -14,10 +14,6 @@ Array = npt.NDArray[Any]
 COPY = "copy"  # the only name that is not an ATen operation
 
 
-def _copy(out: Array, x: Array) -> None:
-    np.copyto(out, x)
-
-
 def _cat(out: Array, values: Sequence[Array], dim: int = 0) -> None:
     np.concatenate(values, axis=dim, out=out)
 
@@ -46,7 +42,7 @@ def _pointwise(function: Callable[..., Any]) -> Callable[..., None]:
 
 # For each operation, a function that takes the array for the result and the operation's positional arguments.
 FLOATS: dict[str, Callable[..., None]] = {
-    COPY: _copy,
+    COPY: np.copyto,
     "aten.add.Tensor": _pointwise(np.add),
     "aten.sub.Tensor": _pointwise(np.subtract),
     "aten.mul.Tensor": _pointwise(np.multiply),

@@ -74,10 +74,7 @@ class Flow:
         return self._constants[name]
 
     def leaves(self, name: str) -> list[tuple[Node, list[Node]]] | None:
-        """Return the nodes that read a value through moves and constant factors, each with the nodes on its path.
-
-        Return None if an output of the program reads the value.
-        """
+        """Return each node that reads a value through moves and constant factors, with its path; None for an output."""
         paths: list[tuple[Node, list[Node]]] = []
         pending_paths: list[tuple[str, list[Node]]] = [(name, [])]
         while pending_paths:
@@ -106,10 +103,7 @@ class Flow:
         )
 
     def columns(self, name: str, moved: str | None = None) -> Tensor:
-        """Return the column number of each entry of a value, int32, in the shape of the value `moved` if it is given.
-
-        The result is expanded, so it has no memory of its own unless rows are merged.
-        """
+        """Return the column number of each entry of a value, int32, in the shape of the value `moved` if given."""
         columns, shape = self.shapes[name].shape[-1], self.shapes[moved or name].shape
         return torch.arange(columns, dtype=torch.int32).expand(shape.numel() // columns, columns).reshape(shape)
 
@@ -118,10 +112,7 @@ class Flow:
 
 
 def rows_behind(flow: Flow, name: str, columns: int) -> Rows:
-    """Find where each row of a value ends up after moves that have no other reader. columns: the length of a row.
-
-    The entries are numbered, and the moves are run on the numbers.
-    """
+    """Find where each row of a value ends up after moves that have no other reader. columns: the length of a row."""
     shape = flow.shapes[name].shape
     rows = Rows(name)
     if name in flow.outputs or not 0 < shape.numel() < 2**31 - columns:
@@ -177,10 +168,7 @@ def _places(numbers: Tensor, count: int) -> Tensor | None:
 
 
 def with_constant(flow: Flow, rows: Rows, columns: int) -> tuple[Rows, Tensor | None]:
-    """Include in the rows an addition of a constant to each row, if it is their only reader.
-
-    Return the rows and the constant, (columns,). Without such an addition, the constant is None.
-    """
+    """Include an addition of a constant, (columns,), if it is the rows' only reader; else the constant is None."""
     reader = flow.sole_reader(rows.last)
     if reader is None or reader.op != "aten.add.Tensor" or reader.kwargs or reader.args[0] != Ref(rows.last):
         return rows, None
@@ -196,10 +184,9 @@ def with_constant(flow: Flow, rows: Rows, columns: int) -> tuple[Rows, Tensor | 
 
 
 def with_addition(flow: Flow, rows: Rows, columns: int, pending: Mapping[str, Any]) -> Rows:
-    """Include in the rows an addition of another value and the moves after it, if it is their only reader.
+    """Include an addition of another value and the moves after it, if it is the rows' only reader.
 
-    The rows stay unchanged without such an addition, or if another step already includes it. pending: the step that
-    each node belongs to so far.
+    pending: the step that each node belongs to so far; the rows stay unchanged if a step already includes the addition.
     """
     reader = flow.sole_reader(rows.last)
     if reader is None or reader.op != "aten.add.Tensor" or reader.kwargs or len(reader.args) != 2 or not rows.whole:

@@ -23,7 +23,7 @@ Planes = list[Tensor]  # one operand, uint8: its low bytes and, for tables of 16
 
 
 def zero_point(quantizer: Quantizer) -> int:
-    """Return the zero point that all codes of a left operand share. It is 0 for the entries of a table."""
+    """Return the zero point that all codes of a left operand share, which is 0 for the entries of a table."""
     return int(quantizer.zero_point.reshape(-1)[0]) if isinstance(quantizer, UniformQuantizer) else 0
 
 
@@ -42,19 +42,18 @@ def takes(site: IntegerSite) -> bool:
         return False
     if any(scale.dtype != torch.float32 or scale.device.type != "cpu" for scale in site.scales):
         return False
-    sides = [left] if site.weight is not None else [left, right]
     if any(isinstance(side, UniformQuantizer) and not _codes_hold_zero(side) for side in (left, right)):
         return False
     if is_depthwise(site):
         return len(site.scales) == 1 and isinstance(left, UniformQuantizer) and site.terms <= MOST_PLACES
-    if site.weight is not None and len(site.scales) == 2:  # the second part is ones: only padding changes its sums
-        if site.geometry is None or not isinstance(left, LogQuantizer):
-            return False
-    elif len(site.scales) != 1:
+    if site.weight is None:
+        known = len(site.scales) == 1 and isinstance(left, (UniformQuantizer, LogQuantizer))
+        return known and all(map(_per_head, (left, right)))
+    # A second part is ones: only padding changes its sums.
+    has_ones = len(site.scales) == 2 and site.geometry is not None and isinstance(left, LogQuantizer)
+    if len(site.scales) > 1 and not has_ones:
         return False
-    if site.weight is not None:
-        return site.groups == 1 and left.scale.numel() == 1 and site.weight.numel() > 0 and site.terms < INT32 >> 16
-    return isinstance(left, (UniformQuantizer, LogQuantizer)) and all(map(_per_head, sides))
+    return site.groups == 1 and left.scale.numel() == 1 and site.weight.numel() > 0 and site.terms < INT32 >> 16
 
 
 def is_depthwise(site: IntegerSite) -> bool:
@@ -209,8 +208,8 @@ def weights_of(site: IntegerSite) -> abi.Weights:
     assert isinstance(site.right, UniformQuantizer)
     codes = site.weight.flatten(1).contiguous()
     zero = site.right.zero_point.reshape(-1).expand(len(codes)).to(torch.int32).contiguous()
-    left = zero_point(site.left), top_of(entries_of(site.left))
-    return abi.Weights(codes.numpy(), zero.numpy(), site.name, site.right.bits, *left)
+    choices = site.right.bits, zero_point(site.left), top_of(entries_of(site.left))
+    return abi.Weights(codes.numpy(), zero.numpy(), site.name, choices)
 
 
 # --- arguments of kernels --------------------------------------------------------------------------------------------
@@ -229,38 +228,30 @@ def bytes_behind(value: Tensor) -> int:
     return int(storage.nbytes()) - int(value.storage_offset()) * value.element_size()
 
 
+def row_fields(x: Tensor) -> dict[str, int]:
+    """Return the fields that locate the rows that a kernel reads, (rows, columns)."""
+    return {"data": x.data_ptr(), "bytes": bytes_behind(x), "row": x.stride(0), "rows": len(x), "columns": x.shape[1]}
+
+
 def linear(weights: abi.Weights, rows: Planes, out: abi.Output) -> abi.Linear:
     """Return the arguments of a linear. rows: (T, I), from `ByteProduct.rows`."""
-    low, high = rows[0], rows[1] if len(rows) > 1 else None
-    return abi.Linear(
-        weights=weights.pointer,
-        data=low.data_ptr(),
-        more=None if high is None else high.data_ptr(),
-        bytes=min(map(bytes_behind, rows)),
-        row=low.stride(0),
-        rows=len(low),
-        out=out,
-    )
+    return abi.Linear(weights=weights.pointer, **_planes(rows), row=rows[0].stride(0), rows=len(rows[0]), out=out)
+
+
+def _planes(planes: Planes) -> dict[str, int | None]:
+    """Return the fields that locate the planes of an operand."""
+    low, *high = (plane.data_ptr() for plane in planes)
+    return {"data": low, "more": high[0] if high else None, "bytes": min(map(bytes_behind, planes))}
 
 
 def window_fields(site: IntegerSite, image: Tensor) -> dict[str, Any]:
-    """Return the fields that locate a convolution's images and describe the window of each output.
-
-    image: (B, C, H, W), in any memory order.
-    """
-    assert site.geometry is not None
-    assert site.weight is not None
-    images, channels, height, width = image.shape
-    stride, padding, dilation, _ = site.geometry
-    pairs = {"kernel": site.weight.shape[2:], "stride": stride, "padding": padding, "dilation": dilation}
+    """Return the fields of a convolution's images, (B, C, H, W) in any memory order, and of the outputs' window."""
+    pairs = zip(("kernel", "stride", "padding", "dilation"), site.window, strict=True)
     return {
         "data": image.data_ptr(),
         "bytes": bytes_behind(image),
-        "images": images,
-        "channels": channels,
-        "height": height,
-        "width": width,
-        **{name: (ctypes.c_int64 * 2)(*pair) for name, pair in pairs.items()},
+        **dict(zip(("images", "channels", "height", "width"), image.shape, strict=True)),
+        **{name: (ctypes.c_int64 * 2)(*pair) for name, pair in pairs},
     }
 
 
@@ -272,18 +263,9 @@ def matrices(site: IntegerSite, left: Planes, right: Tensor, out: Tensor) -> tup
     lead = out.shape[:-2]
     (one, *alive), (other, *alive_too) = side(left, lead, site.left, transposed=False), side([right], lead, site.right)
     result = by_batch_and_head(out, lead)
-    arguments = abi.Matrices(
-        batches=len(result),
-        heads=result.shape[1],
-        rows=out.shape[-2],
-        terms=left[0].shape[-1],
-        columns=out.shape[-1],
-        left=one,
-        right=other,
-        out_batch=result.stride(0),
-        out_head=result.stride(1),
-    )
-    return arguments, [alive, alive_too]
+    sizes = {"batches": len(result), "heads": result.shape[1], "rows": out.shape[-2], "columns": out.shape[-1]}
+    places = {"out_batch": result.stride(0), "out_head": result.stride(1)}
+    return abi.Matrices(**sizes, terms=left[0].shape[-1], left=one, right=other, **places), [alive, alive_too]
 
 
 def by_batch_and_head(value: Tensor, lead: Sequence[int]) -> Tensor:
@@ -311,9 +293,7 @@ def side(
     if isinstance(quantizer, UniformQuantizer):
         zero += quantizer.zero_point.reshape(-1).to(torch.int32)
     structure = abi.Side(
-        data=first.data_ptr(),
-        more=planes[1].data_ptr() if len(planes) > 1 else None,
-        bytes=min(map(bytes_behind, planes)),
+        **_planes(planes),
         batch=first.stride(0),
         head=first.stride(1),
         row=first.stride(-1) if transposed else first.stride(-2),

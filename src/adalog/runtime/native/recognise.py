@@ -12,15 +12,14 @@ The steps have no memory yet, and this module does not need the compiled library
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adalog.errors import AdalogError, ProgramError, one_line
+from adalog.errors import ProgramError, converting
 from adalog.graph.activations import BY_OPERATION
 from adalog.graph.operations import MOVES, aten
 from adalog.graph.program import Node, Program, Ref
@@ -51,6 +50,7 @@ _POINTWISE = {*BY_OPERATION} | aten(
 _SHIFTS = aten("add.Tensor add.Scalar")
 _RESHAPES = aten("reshape.default unsqueeze.default squeeze.dim flatten.using_ints unflatten.int")
 _MASKING = aten("masked_fill.Scalar")  # accepted if the mask hides nothing
+_Line = tuple[Tensor, tuple[Tensor, Tensor] | None]  # the factor and the bias of an `AttentionStep`
 
 
 def recognise(
@@ -89,22 +89,15 @@ def recognise(
     return LoweredProgram(program, tuple(steps), constants, frozenset(in_place))
 
 
-@contextlib.contextmanager
-def failing(node: Node) -> Iterator[None]:
+def failing(node: Node) -> contextlib.AbstractContextManager[None]:
     """Convert what an operation raises while the context is open into a ProgramError that names the node."""
-    try:
-        yield
-    except AdalogError:
-        raise
-    except Exception as cause:
-        raise ProgramError(f"operation {node.op} ({node.name}) fails: {one_line(cause)}") from cause
+    return converting(ProgramError, f"operation {node.op} ({node.name}) fails: ")
 
 
 class _Recogniser:
     """Search for the step that each node of a program becomes.
 
-    pending: by name, a node that is unchanged so far, or the step that it became. Nodes inside another step are not in
-    it.
+    pending: by name, a node that is unchanged so far, or the step that it became, without the nodes inside other steps.
     """
 
     def __init__(self, flow: Flow, sites: Mapping[str, IntegerSite], quantizers: Mapping[str, Quantizer]):
@@ -115,7 +108,7 @@ class _Recogniser:
             with failing(node):
                 if site is not None and site.weight is None:
                     self._attention(node)
-                elif site is not None and self._is_bias(node.args[2]) and node.name in self.pending:
+                elif site is not None and self._is_fixed(node.args[2]) and node.name in self.pending:
                     self._linear(node, site)
                 elif node.op == _NORM and self._is_row_norm(node):
                     self._norm(node)
@@ -145,6 +138,9 @@ class _Recogniser:
         """Return the constant that an argument refers to, or None."""
         return None if arg is None else self._flow.constant(arg.name)
 
+    def _is_fixed(self, arg: Any) -> bool:
+        return arg is None or self._flow.is_constant(arg.name)
+
     # --- norms and products ------------------------------------------------------------------------------------------
 
     def _is_row_norm(self, node: Node) -> bool:
@@ -154,7 +150,7 @@ class _Recogniser:
             and not node.kwargs
             and shape.dtype == torch.float32
             and isinstance(source, Tensor)
-            and all(arg is None or self._flow.is_constant(arg.name) for arg in node.args[2:4])
+            and all(map(self._is_fixed, node.args[2:4]))
             and not self._flow.is_constant(node.name)
         )
 
@@ -171,9 +167,6 @@ class _Recogniser:
             shift = constant if shift is None else shift + constant
         step = NormStep(rows.last, source.name, self._tensor(weight), shift, epsilon, shape, rows, finish)
         self._replace(rows.gone, step)
-
-    def _is_bias(self, arg: Any) -> bool:
-        return arg is None or self._flow.is_constant(arg.name)
 
     def _linear(self, node: Node, site: IntegerSite) -> None:
         """Create the step of a product with a stored weight and the operations after it."""
@@ -252,19 +245,20 @@ class _Recogniser:
         if logits is None:  # if a softmax reads this product, a later attention replaces this step
             self.pending[node.name] = MatmulStep(node.name, left, right, node.name, shape, finish)
             return
-        queries, keys = (arg.name for arg in logits.product.args[:2])
+        scores, between, line = logits
+        queries, keys = (arg.name for arg in scores.args[:2])
         probabilities = lookup_of(self._quantizers[left], torch.exp2, torch.float64)
-        scores = logits.product.name
         step = AttentionStep(
-            node.name, queries, keys, right, scores, node.name, logits.factor, logits.bias, probabilities, shape, finish
+            node.name, queries, keys, right, scores.name, node.name, *line, probabilities, shape, finish
         )
-        self._replace([scores, *logits.between, left], step)
+        self._replace([scores.name, *between, left], step)
 
-    def _scores(self, node: Node) -> "_ScoreProduct | None":
+    def _scores(self, node: Node) -> "tuple[Node, list[str], _Line] | None":
         """Return the product of queries and keys whose softmax is the left operand of a product, or None.
 
         Only multiplications by constants, additions of constants and reshapes may lie between that product and the
-        softmax, and nothing else may read the values between them.
+        softmax, and nothing else may read the values between them. Also return the names of these values, up to and
+        including the softmax, and the factor and bias that they apply.
         """
         flow = self._flow
         encode = flow.nodes.get(node.args[0].name)
@@ -300,7 +294,7 @@ class _Recogniser:
         if of[:-2] != flow.shapes[node.name].shape[:-2] or int(entries_of(site.left).max()) > 255:
             return None
         line = _line_of(flow, operand.name, chain)
-        return None if line is None else _ScoreProduct(operand, *line, [*(link.name for link in chain), softmax.name])
+        return None if line is None else (operand, [*(link.name for link in chain), softmax.name], line)
 
     # --- codes -------------------------------------------------------------------------------------------------------
 
@@ -316,11 +310,8 @@ class _Recogniser:
             return None
         quantizers = [self._quantizers[leaf.name] for leaf, _ in leaves]
         finish: Finish = None
-        if (
-            function is None
-            and columns is not None
-            and all(isinstance(quantizer, UniformQuantizer) for quantizer in quantizers)
-        ):
+        uniform = all(isinstance(quantizer, UniformQuantizer) for quantizer in quantizers)
+        if function is None and columns is not None and uniform:
             readers = [(quantizer, path) for quantizer, (_, path) in zip(quantizers, leaves, strict=True)]
             finish = _codes(self._flow, name, columns, readers)
         elif len(leaves) == 1 and quantizers[0].scale.numel() == 1 and all(node.op in MOVES for node in leaves[0][1]):
@@ -367,20 +358,7 @@ def _activation(flow: Flow, name: str) -> tuple[str, list[str], Callable[[Tensor
     return last, between, function
 
 
-@dataclass(frozen=True)
-class _ScoreProduct:
-    """The product of queries and keys, with the factor and bias up to the softmax as in `AttentionStep`.
-
-    between: the names of the values after the product, up to and including the softmax.
-    """
-
-    product: Node
-    factor: Tensor
-    bias: tuple[Tensor, Tensor] | None
-    between: list[str]
-
-
-def _line_of(flow: Flow, name: str, chain: Sequence[Node]) -> tuple[Tensor, tuple[Tensor, Tensor] | None] | None:
+def _line_of(flow: Flow, name: str, chain: Sequence[Node]) -> "_Line | None":
     """Return (factor, bias) if a chain of nodes computes factor * x + bias with one factor per head, or None.
 
     The chain is run on zeros and on ones to find them. factor: (heads,), float64. bias: as in `AttentionStep`.
@@ -400,12 +378,11 @@ def _line_of(flow: Flow, name: str, chain: Sequence[Node]) -> tuple[Tensor, tupl
         return None
     if not bool(offset.any()):
         return per_head, None
-    tables, which = torch.unique(offset, dim=0, return_inverse=True)
-    return per_head, (tables, which)
+    return per_head, torch.unique(offset, dim=0, return_inverse=True)
 
 
 def _codes(flow: Flow, name: str, columns: Tensor, readers: Sequence[tuple[Any, list[Node]]]) -> Codes | None:
-    """Return the finish that encodes each column of a value, or None if the quantizers that read it do not agree.
+    """Return the finish that encodes each column of a value, or None if its quantizers do not agree.
 
     readers: each quantizer, with the moves and factors between the value and the quantizer.
     """

@@ -2,7 +2,7 @@
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ def record(plan: Plan, artifact: str, batch: int) -> tuple[dict[str, Any], Tenso
     """Return the tape of a plan for `batch` images, as JSON, and its constants, uint8, (bytes,).
 
     artifact: the SHA-256 of the artifact.
-
     Raises ArtifactError if only torch can run a step, or if an output does not have one row per image.
     """
     torch_only = [call for call in plan.calls if call.arguments is None]
@@ -183,9 +182,8 @@ def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
     """Yield the memory of all tensors in a nested value."""
     if isinstance(value, Tensor):
         yield value.untyped_storage()
-    items: Iterable[Any] = value.values() if isinstance(value, dict) else value
-    if isinstance(value, (tuple, list, dict)):
-        for item in items:
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _storages(item)
 
 

@@ -38,11 +38,21 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class NormStep:
-    """LayerNorm over the last dimension. shape: the shape of its result after the moves of its rows."""
+class _SourceStep:
+    """A step that reads one value, its source."""
 
     name: str
     source: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.source,)
+
+
+@dataclass(frozen=True)
+class NormStep(_SourceStep):
+    """LayerNorm over the last dimension. shape: the shape of its result after the moves of its rows."""
+
     weight: Tensor | None
     bias: Tensor | None
     epsilon: float
@@ -56,7 +66,7 @@ class NormStep:
 
 
 @dataclass(frozen=True)
-class LinearStep:
+class LinearStep(_SourceStep):
     """A product with a stored weight, plus bias, times a factor per column, plus the value that `rows` adds.
 
     product: the name of the program's product. shape: the shape of the result after the moves of its rows; (B, L, O)
@@ -64,8 +74,6 @@ class LinearStep:
     the finish, one of `abi.ACTIVATIONS`; a `Lookup` has the activation in its tables instead.
     """
 
-    name: str
-    source: str
     product: str
     bias: Tensor | None
     factor: Tensor | None
@@ -123,42 +131,23 @@ class AttentionStep:
 
 
 @dataclass(frozen=True)
-class EncodeStep:
+class EncodeStep(_SourceStep):
     """The codes of a float32 value, as bytes. lookup: maps a value to the bytes; None if the quantizer is uniform."""
 
-    name: str
-    source: str
     quantizer: Quantizer
     lookup: Lookup | None
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.source,)
-
 
 @dataclass(frozen=True)
-class ActivationStep:
+class ActivationStep(_SourceStep):
     """An activation of a float32 value, one of `abi.ACTIVATIONS`."""
 
-    name: str
-    source: str
     activation: str
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.source,)
 
 
 @dataclass(frozen=True)
-class AliasStep:
+class AliasStep(_SourceStep):
     """A value under another name. The step that computes the value has already done the work of this one."""
-
-    name: str
-    source: str
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.source,)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ module computes the thresholds in float64 from the definition of the function.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,11 +45,9 @@ Finish = Codes | Lookup | None  # what a kernel does with its results y; None: i
 
 def entries_of(quantizer: Quantizer) -> Tensor:
     """Return the integer of each code of a left operand, which fits in one or two bytes: int32, (2**bits,)."""
-    return (
-        quantizer.table_integers().int()
-        if isinstance(quantizer, LogQuantizer)
-        else torch.arange(quantizer.code_count).int()
-    )
+    if isinstance(quantizer, LogQuantizer):
+        return quantizer.table_integers().int()
+    return torch.arange(quantizer.code_count).int()
 
 
 def lookup_of(quantizer: Quantizer, function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Lookup:
@@ -62,7 +61,7 @@ def lookup_of(quantizer: Quantizer, function: Callable[[Tensor], Tensor], dtype:
 
 
 def _float_of(key: Tensor) -> Tensor:
-    """Return the float32 with this rank in the order of all float32, in which zero has rank 0: int64 -> float32."""
+    """Return the float32 of this rank among all float32; zero has rank 0."""
     return torch.where(key < 0, key ^ 0x7FFFFFFF, key).to(torch.int32).view(torch.float32)
 
 
@@ -75,7 +74,7 @@ def steps_of(values: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     most = 0x7F7FFFFF
     keys = torch.arange(-most - 1, most, 1 << 15)
     samples = values(_float_of(keys))
-    changes = (samples[1:] != samples[:-1]).nonzero()[:, 0]
+    changes = samples.diff().nonzero()[:, 0]
     low, high = keys[changes], keys[changes + 1]
     left, right = samples[changes], samples[changes + 1]
     places, after = [], []
@@ -130,22 +129,8 @@ def _within(thresholds: Tensor, count: int) -> tuple[Tensor, Tensor, float, floa
     return first, last, slope, origin
 
 
-@dataclass(frozen=True)
-class Places:
-    """The rule that assigns values to buckets, as `Steps` in structures.h defines it.
-
-    Buckets have equal width, or grow with the distance from `center` if `shift` is not 0.
-    """
-
-    slope: float = 0.0
-    origin: float = 0.0
-    center: float = 0.0
-    shift: int = 0
-    least: int = 0
-
-
-def buckets_of(thresholds: Tensor, values: Tensor) -> tuple[Tensor, Places]:
-    """Return (buckets, places) of a function of few values, as `Steps` in structures.h defines them.
+def buckets_of(thresholds: Tensor, values: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Return the buckets of a function of few values, and the fields of `Steps` that assign values to buckets.
 
     buckets: int32, (count, 2): the bits of the threshold, a float32, and the values below it (low 16 bits) and from it
     on (high 16 bits). The count is doubled until each bucket has at most one threshold, or up to MOST_BUCKETS, which
@@ -154,13 +139,13 @@ def buckets_of(thresholds: Tensor, values: Tensor) -> tuple[Tensor, Places]:
     """
     values = values.int()
     if not len(thresholds):
-        return torch.stack([torch.zeros(1, dtype=torch.int32), values | (values << 16)], dim=1), Places()
+        return torch.stack([torch.zeros(1, dtype=torch.int32), values | (values << 16)], dim=1), {}
     count = LEAST_BUCKETS
     first, last, slope, origin = _within(thresholds, count)
     while count < MOST_BUCKETS and bool((last - first > 1).any()):
         count *= 2
         first, last, slope, origin = _within(thresholds, count)
-    places = Places(slope, origin)
+    places: dict[str, Any] = {"slope": slope, "origin": origin}
     if bool((last - first > 1).any()):
         grown_first, grown_last, grown = _around(thresholds)
         if _crowd(grown_first, grown_last) < _crowd(first, last):
@@ -177,7 +162,7 @@ def _crowd(first: Tensor, last: Tensor) -> int:
     return int(within[within > 1].sum())
 
 
-def _around(thresholds: Tensor) -> tuple[Tensor, Tensor, Places]:
+def _around(thresholds: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return the range of thresholds in each of MOST_BUCKETS buckets that grow with the distance from a centre.
 
     The centre is a threshold or the middle of two thresholds, chosen so that the fewest thresholds share a bucket. A
@@ -201,14 +186,11 @@ def _around(thresholds: Tensor) -> tuple[Tensor, Tensor, Places]:
     _, numbers, center, shift, least = max(candidates, key=lambda candidate: candidate[0])
     positions = torch.arange(2 * half)
     first, last = torch.searchsorted(numbers, positions), torch.searchsorted(numbers, positions, right=True)
-    return first, last, Places(center=center, shift=shift, least=least)
+    return first, last, {"center": center, "shift": shift, "least": least}
 
 
 def few_buckets_of(thresholds: Tensor) -> tuple[Tensor, int, float, float] | None:
-    """Return (near, most, near_slope, near_origin) of `Steps` in structures.h, or None if 32 buckets are too few.
-
-    near: float32, (4, 32).
-    """
+    """Return (near, most, near_slope, near_origin) of `Steps` in structures.h, or None if 32 buckets are too few."""
     if not 0 < len(thresholds) < 32:
         return None
     first, last, slope, origin = _within(thresholds, 32)
