@@ -246,7 +246,7 @@ def test_products_of_a_step_are_rounded_where_the_device_multiplies_bfloat16(poo
     block = block_of(*searched, pool[:24])
     given = pick(block._values, block._inputs, torch.arange(4))
     program = rewrite(block._nodes, block._assigned)
-    judged, stepped = (block._run(program, given, drop) for drop in (None, 0.0))
+    judged, stepped = (block._run(program, given, [block._out], drop)[block._out] for drop in (None, 0.0))
     wanted = block._values.compute(given, [block._out], program)[block._out]
     assert torch.equal(judged, wanted)
     assert torch.equal(stepped, judged) != able
@@ -267,8 +267,7 @@ def test_the_low_rank_error_is_made_of_gradients_where_the_block_was(pool, spoil
         for number in numbers:
             one = number[None]
             chunk = pick(block._values, {**block._exact, **block._targets}, one)
-            program = rewrite(block._nodes, assigned)
-            value = block._run(program, pick(block._values, block._inputs, one)).detach().requires_grad_()
+            value = block._runner(assigned)(one).detach().requires_grad_()
             with torch.enable_grad():
                 logits = (block._values.compute({**chunk, name: at}, [last])[last] for at in (chunk[name], value))
                 wanted, found = (each.log_softmax(-1) for each in logits)
@@ -666,6 +665,33 @@ def test_training_lowers_the_error_of_the_models_output_on_images_held_out(tinie
         if isinstance(other.right, QuantizedTensor):
             assert other.right.codes.dtype == torch.uint8
             assert int(other.right.codes.max()) < 4
+
+
+def test_a_whole_model_also_keeps_the_values_between_its_blocks(pool, tiniest_searched):
+    """Before training, the errors of these values together count as much as the output's, and each counts alike."""
+    calibration, assigned = tiniest_searched
+    program, quantized = calibration.program, rewrite(calibration.program, assigned)
+    blocks = find_spans(program)
+    floats = Values(program, [pool[:24]], blocks=blocks)
+    values = Values(quantized, [pool[:24]], blocks=blocks, like=floats)
+    model = BlockInTraining(program, floats, values, blocks[0], assigned, WHOLE_MODEL, 0, losses=LOSSES)
+    names = [block.value_out for block in find_blocks(program)[:-1]]
+    assert len(names) > 1
+    model._weights = model._weights_between(unit=3.0)
+
+    def error_of(name, images):
+        exact, other = (Values(each, [pool[images]]).of([name])[name] for each in (program, quantized))
+        return float((other - exact).double().square().mean())
+
+    held_out, some = list(range(7, 24, 8)), [0, 1, 2]
+    expected = [3 / len(names) / error_of(name, held_out) for name in names]
+    assert model._weights == pytest.approx(expected, rel=1e-4)
+    numbers = torch.tensor(some)
+    added = model._loss(quantized, numbers, drop=0.0) - model._loss(quantized, numbers)
+    by_hand = sum(weight * error_of(name, some) for name, weight in zip(names, expected, strict=True))
+    # In a training step, products may be in bfloat16.
+    assert float(added) == pytest.approx(by_hand, rel=0.05)
+    assert block_of(calibration, assigned, pool[:24])._between == []
 
 
 def test_a_model_that_got_worse_goes_back(pool, tiniest_searched):

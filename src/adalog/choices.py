@@ -131,7 +131,8 @@ class Reconstruction:
         scale_rate: Learning rate of the logarithms of scales, and of biases in units of the norm of their weight's row.
             It falls to zero by a cosine.
         scope: "block" trains one block after another by its output; "model" trains the whole model as one block. For
-            "model", use the smaller rates of the method "adalog++".
+            "model", use the smaller rates of the method "adalog++". The loss then also has the squared errors of the
+            values between blocks. Together they count as much as the output does, each divided by its initial value.
         robust: Take a block's changes back if they make the model's output worse on images that are held out. The loss
             of a block that is the whole model tells that already.
         mirrored: As in `Correction`. The values of a block take twice the memory, and the number of steps is the same.

@@ -219,6 +219,9 @@ class BlockInTraining:
         self._apart = apart = floats.separable([self._out], self._in)
         self._exact, self._inputs = (values.images | values.of([self._in]) for values in (floats, quantized))
         self._targets = floats.of([self._out], self._exact)
+        inside = {node.name for node in self._nodes.nodes} - {self._out}
+        cuts = [inner.value_out for inner in find_blocks(program)] if choices.scope == "model" else []
+        self._between = [name for name in cuts if name in inside and floats.is_float(name)]
         device = self._targets[self._out].device
         self._generator = torch.Generator(device).manual_seed(seed + 1000 * floats.starts.index(self._in))
         numbers = torch.arange(floats.count, device=device)
@@ -268,6 +271,7 @@ class BlockInTraining:
     def steps(self, unit: float) -> Iterator[int]:
         """Yield the number of each step, from 1 on, after training by it. unit: a divisor of the error."""
         choices = self._choices
+        self._weights = self._weights_between(unit)
         by_kind = [group.parameters() for group in self._groups]
         rates = {"codes": choices.rate, "scales": choices.scale_rate, "biases": choices.scale_rate}
         parameters = [
@@ -462,17 +466,56 @@ class BlockInTraining:
         like = torch.zeros((), dtype=torch.float64)
         return float(self._ranks.sum_in_order(len(batches), loss, like)) / len(self._held_out)
 
+    @torch.no_grad()
+    def _weights_between(self, unit: float) -> list[float]:
+        """Return the weight of the error of each value between blocks, so that together they count as the output does.
+
+        unit: the error of the output before training. An error that is 0 before training gets no weight.
+        """
+        program, batches = self._rewrite(self._assigned), self._held_out.split(self._batch)
+
+        def errors(number: int) -> Tensor:
+            inputs = pick(self._values, self._inputs, batches[number])
+            values = self._run(program, inputs, self._between)
+            return self._errors_between(values, batches[number]).double().cpu() * len(batches[number])
+
+        like = torch.zeros(len(self._between), dtype=torch.float64)
+        sums = self._ranks.sum_in_order(len(batches), errors, like) if self._between else like
+        return [unit * len(self._held_out) / len(sums) / total if total else 0.0 for total in sums.tolist()]
+
+    def _errors_between(self, values: Chunk, numbers: Tensor) -> Tensor:
+        """Return the mean squared error of each value between blocks on some images."""
+        with torch.no_grad():
+            exact = self._values.compute(pick(self._values, self._exact, numbers), self._between, self._nodes)
+        return torch.stack([(values[name] - exact[name]).square().mean() for name in self._between])
+
     def _loss(self, program: Program, numbers: Tensor, drop: float | None = None, mask: Mask | None = None) -> Tensor:
-        """Return the mean error of the block's output. drop, mask: as in `_run`, and for the inputs that are exact."""
+        """Return the mean error of the block's output and, in a training step, the weighted errors between its blocks.
+
+        drop, mask: as in `_run`, and for the inputs that are exact.
+        """
         inputs, targets = (pick(self._values, chunk, numbers) for chunk in (self._inputs, self._targets))
         name = self._in
         if drop and mask is not None and inputs[name].is_floating_point():
             exact = pick(self._values, {name: self._exact[name]}, numbers)
             inputs[name] = inputs[name].lerp(exact[name], mask(inputs[name]))
-        return self._error(self._run(program, inputs, drop, mask) - targets[self._out], numbers)
+        between = self._between if drop is not None else []
+        values = self._run(program, inputs, [self._out, *between], drop, mask)
+        error = self._error(values[self._out] - targets[self._out], numbers)
+        if not between:
+            return error
+        errors = self._errors_between(values, numbers)
+        return error + (errors * errors.new_tensor(self._weights)).sum()
 
-    def _run(self, program: Program, inputs: Chunk, drop: float | None = None, mask: Mask | None = None) -> Tensor:
-        """Return the block's output from a rewritten program and the block's inputs.
+    def _run(
+        self,
+        program: Program,
+        inputs: Chunk,
+        names: Sequence[str],
+        drop: float | None = None,
+        mask: Mask | None = None,
+    ) -> Chunk:
+        """Return the named values from a rewritten program and the block's inputs.
 
         drop: in a training step, the share of activations that is not quantized, which `mask` chooses; products are
         then in bfloat16 if the device supports it. None evaluates the block in float32.
@@ -486,12 +529,12 @@ class BlockInTraining:
             products = _PRODUCTS if multiplies_bfloat16(self._targets[self._out].device) else {}
             instead = {FAKE_QUANTIZE: quantized, **products}
             steps = {node.name: instead[node.op] for node in program.nodes if node.op in instead}
-        return self._values.compute(inputs, [self._out], program, steps=steps)[self._out]
+        return self._values.compute(inputs, names, program, steps=steps)
 
     def _runner(self, assigned: Assigned) -> Callable[[Tensor], Tensor]:
         """Return a function that maps image indices to the block's output, quantized like this."""
         program = self._rewrite(assigned)
-        return lambda numbers: self._run(program, pick(self._values, self._inputs, numbers))
+        return lambda numbers: self._run(program, pick(self._values, self._inputs, numbers), [self._out])[self._out]
 
 
 def _exponent(done: float) -> float:
