@@ -508,10 +508,10 @@ def artifacts_place(tmp_path_factory):
     images = find_images(folder / "images").load(loaded.preprocessing)
     quantized = adalog.quantize(loaded.module, images, dataclasses.replace(Config.preset("w4a4", "minmax"), images=12))
     quantized.save(folder / "bare.safetensors")
-    hub.save(quantized.quantized, folder / "bare")
+    hub.save(quantized.quantized, folder / "bare", (), None)
     quantized.note(preprocessing=dataclasses.asdict(loaded.preprocessing))
     quantized.save(folder / "made.safetensors")
-    hub.save(quantized.quantized, folder / "card")
+    hub.save(quantized.quantized, folder / "card", (), None)
     return folder
 
 

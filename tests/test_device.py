@@ -13,7 +13,6 @@ from adalog import Calibration, Correction, Search, device, load
 from adalog.calibration import calibration
 from adalog.calibration.values import BATCH, Values
 from adalog.graph.capture import capture
-from adalog.graph.program import Program
 from adalog.quantizers import LogFormat, QuantizedTensor, UniformFormat
 from adalog.search.operand import Operand
 from adalog.search.product import Product
@@ -102,10 +101,17 @@ def test_a_quantized_model_never_computes_in_tf32(tf32, tiniest, images, fast, m
     ways = [model, model.compile("torch"), model.compile("reference")]
     model(images)  # the sizes are checked once, without data
     found = []
-    monkeypatch.setattr(Program, "_run", lambda *_: found.append(precision()))
+
+    def stopped(*_):
+        """Note the precision when the first operation gets its arguments."""
+        found.append(precision())
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("adalog.graph.program.evaluate", stopped)
     with emulated.device() as put:
         for run in ways:
-            run(put(images))
+            with pytest.raises(torch.OutOfMemoryError):
+                run(put(images))
     assert found == [(FULL, FULL)] * 3
     assert precision() == (FAST, FAST)
 

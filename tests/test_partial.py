@@ -132,8 +132,8 @@ def line(**changes):
     ("content", "words"),
     [
         (line(), "another model, other images or other choices"),
-        (b'{"my": "only copy"}', ""),
-        (b'{"searches": "more"}\n{"name": "cut', ""),
+        (b'{"my": "only copy"}', "it does not start with a fingerprint"),
+        (b'{"searches": "more"}\n{"name": "cut', "another model, other images or other choices"),
     ],
 )
 def test_another_file_is_refused_and_kept(tmp_path, content, words):
