@@ -98,6 +98,19 @@ def test_the_bundled_detector_leaves_the_generator_as_it_is():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("name", ["test_vit", "vit_tiny_patch16_224.augreg_in21k"])
+def test_timm_preprocessing_is_that_of_its_own_transform(name):
+    from timm.data import create_transform, resolve_data_config
+    from timm.models import get_pretrained_cfg
+
+    settings = resolve_data_config({}, pretrained_cfg=get_pretrained_cfg(name).to_dict())
+    resize, crop, _, normalize = create_transform(**settings).transforms
+    own = load_model(f"timm:{name}", pretrained=False).preprocessing
+    assert (own.size, own.resize, own.interpolation) == (tuple(crop.size), resize.size, resize.interpolation.value)
+    assert own.mean == pytest.approx(normalize.mean.tolist())
+    assert own.std == pytest.approx(normalize.std.tolist())
+
+
 def changed_cfg(monkeypatch, **changes):
     """timm's settings of test_vit with others in their place."""
     from timm.models import _builder
