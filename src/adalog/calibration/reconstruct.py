@@ -467,7 +467,7 @@ class BlockInTraining:
         return float(self._ranks.sum_in_order(len(batches), loss, like)) / len(self._held_out)
 
     @torch.no_grad()
-    def _weights_between(self, unit: float) -> list[float]:
+    def _weights_between(self, unit: float) -> Tensor:
         """Return the weight of the error of each value between blocks, so that together they count as the output does.
 
         unit: the error of the output before training. An error that is 0 before training gets no weight.
@@ -477,16 +477,18 @@ class BlockInTraining:
         def errors(number: int) -> Tensor:
             inputs = pick(self._values, self._inputs, batches[number])
             values = self._run(program, inputs, self._between)
-            return self._errors_between(values, batches[number]).double().cpu() * len(batches[number])
+            return self._errors_between(values, batches[number], {}).double().cpu() * len(batches[number])
 
         like = torch.zeros(len(self._between), dtype=torch.float64)
         sums = self._ranks.sum_in_order(len(batches), errors, like) if self._between else like
-        return [unit * len(self._held_out) / len(sums) / total if total else 0.0 for total in sums.tolist()]
+        weights = [unit * len(self._held_out) / len(sums) / total if total else 0.0 for total in sums.tolist()]
+        return torch.tensor(weights, device=self._held_out.device)  # a recorded step copies nothing from the CPU
 
-    def _errors_between(self, values: Chunk, numbers: Tensor) -> Tensor:
-        """Return the mean squared error of each value between blocks on some images."""
+    def _errors_between(self, values: Chunk, numbers: Tensor, steps: Mapping[str, Callable[..., Tensor]]) -> Tensor:
+        """Return the mean squared error of each value between blocks. steps: as `Program.run` takes them."""
+        inputs = pick(self._values, self._exact, numbers)
         with torch.no_grad():
-            exact = self._values.compute(pick(self._values, self._exact, numbers), self._between, self._nodes)
+            exact = self._values.compute(inputs, self._between, self._nodes, steps=steps)
         return torch.stack([(values[name] - exact[name]).square().mean() for name in self._between])
 
     def _loss(self, program: Program, numbers: Tensor, drop: float | None = None, mask: Mask | None = None) -> Tensor:
@@ -504,8 +506,8 @@ class BlockInTraining:
         error = self._error(values[self._out] - targets[self._out], numbers)
         if not between:
             return error
-        errors = self._errors_between(values, numbers)
-        return error + (errors * errors.new_tensor(self._weights)).sum()
+        errors = self._errors_between(values, numbers, self._products(self._nodes))
+        return error + (errors * self._weights).sum()
 
     def _run(
         self,
@@ -520,16 +522,20 @@ class BlockInTraining:
         drop: in a training step, the share of activations that is not quantized, which `mask` chooses; products are
         then in bfloat16 if the device supports it. None evaluates the block in float32.
         """
-        steps = dict[str, Callable[..., Tensor]]()
 
         def quantized(x: Tensor, name: str) -> Tensor:
             return program.quantizers[name].fake_quantize(x, mask(x) if drop and mask is not None else None)
 
-        if drop is not None:
-            products = _PRODUCTS if multiplies_bfloat16(self._targets[self._out].device) else {}
-            instead = {FAKE_QUANTIZE: quantized, **products}
-            steps = {node.name: instead[node.op] for node in program.nodes if node.op in instead}
+        in_training = drop is not None
+        steps = {node.name: quantized for node in program.nodes if node.op == FAKE_QUANTIZE and in_training}
+        steps |= self._products(program) if in_training else {}
         return self._values.compute(inputs, names, program, steps=steps)
+
+    def _products(self, program: Program) -> dict[str, Callable[..., Tensor]]:
+        """Return the products in bfloat16, by the node that they replace in a training step, if the device has them."""
+        if not multiplies_bfloat16(self._targets[self._out].device):
+            return {}
+        return {node.name: _PRODUCTS[node.op] for node in program.nodes if node.op in _PRODUCTS}
 
     def _runner(self, assigned: Assigned) -> Callable[[Tensor], Tensor]:
         """Return a function that maps image indices to the block's output, quantized like this."""
