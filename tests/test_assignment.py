@@ -38,7 +38,8 @@ def test_layer_norm_reparameterization(has_bias, dtype, rel, atol):
     assert sum(zero_point.tolist()) % CHANNELS  # codes would differ if the shared zero point were not whole
     assert fold.ratio.tolist() == pytest.approx([s / mean for s in scale.tolist()], rel=rel)
     assert fold.beta.tolist() == pytest.approx([mean * (center - z) for z in zero_point.tolist()], rel=rel)
-    gamma, shift, x = (normal(*shape, seed=3).to(dtype) for shape in ((CHANNELS,), (CHANNELS,), (30, CHANNELS)))
+    shapes = enumerate([(CHANNELS,), (CHANNELS,), (30, CHANNELS)], 3)
+    gamma, shift, x = (normal(*shape, seed=seed).to(dtype) for seed, shape in shapes)
     folded = layer_norm(x, (CHANNELS,), *fold.norm(gamma, shift))
     y = layer_norm(x, (CHANNELS,), gamma, shift)  # computed later, so that no fold may change its inputs
     torch.testing.assert_close(folded, y / fold.ratio - fold.beta, rtol=0, atol=atol)

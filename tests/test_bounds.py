@@ -498,6 +498,13 @@ def test_ranges_in_deviations_fit_unseen_values_better():
     assert lost(search_channels(seen, 8, DEVIATIONS)) < 0.5 * lost(bounds_to_uniform(own[0], own[1], 8))
 
 
+def test_search_channels_treats_each_channel_alone():
+    together = search_channels(channels(), 4, OWN)
+    for i in range(6):
+        alone = search_channels(channels()[:, i : i + 1], 4, OWN)
+        assert all(torch.equal(one, several[i : i + 1]) for one, several in zip(alone, together, strict=True))
+
+
 @pytest.mark.parametrize("strategy", ["alternating", "brute-force"])
 def test_search_channels_is_the_same_for_every_strategy(strategy):
     first, second = (search_channels(channels(), 4, replace(SEARCH, strategy=name)) for name in ("fpcs", strategy))
@@ -608,9 +615,10 @@ def test_each_row_keeps_the_point_of_less_loss():
 @pytest.mark.parametrize("rough_rows", [0, 10])
 def test_a_candidate_that_is_worse_replaces_nothing(rough_rows, monkeypatch):
     """Whatever a strategy returns, the second round cannot lose what the first one has found."""
-    product, minimise = random_linear(), bounds.minimise
+    product, minimise, incumbents = random_linear(), bounds.minimise, []
 
     def worse(loss, operand, search, incumbent=None, rough=None, *, nearby=False):
+        incumbents.append(incumbent)
         return minimise(loss, operand, search, None, rough) if incumbent is None else 9 * incumbent
 
     search = replace(EXACT_ROUND, rough_rows=rough_rows)
@@ -619,6 +627,7 @@ def test_a_candidate_that_is_worse_replaces_nothing(rough_rows, monkeypatch):
     second, _ = bounds._search_operand(right, left.values, left.fake_quantize_at(first), search, None)
     monkeypatch.setattr(bounds, "minimise", worse)
     found = replace(search, rounds=2).search_product(product)
+    assert any(incumbent is not None for incumbent in incumbents)
     for after, side, point in ((found.left, left, first), (found.right, right, second)):
         before = side.quantizer(point)
         assert torch.equal(before.scale, after.scale)

@@ -404,6 +404,15 @@ def test_one_line_and_code_2(place, arguments, told, monkeypatch, capsys):
     assert files_in(place) == before
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "told"), CASES[::30])
+def test_one_line_and_code_2_of_a_process(place, arguments, told):
+    """Of a few, because a process takes a second."""
+    code, out, err = run_in(place, *arguments.split())
+    assert (code, out, err[:7], err.count("\n")) == (2, "", "error: ", 1), err
+    assert told in err
+
+
 @pytest.mark.parametrize("option", [("--images", 0), ("--threads", -1), ("--seed", -1), ("--images", "many")])
 def test_numbers_out_of_range_are_bad_usage(option, monkeypatch, capsys):
     code, message = call(monkeypatch, capsys, *QUANTIZE.split(), *option)

@@ -171,6 +171,7 @@ def written(told, folder, change=lambda told: None):
 
 def test_annotations_are_read(told, tmp_path):
     found = coco.read_annotations(written(told, tmp_path), tmp_path)
+    assert list(found.ids) == [image["id"] for image in told["images"]]
     assert len(found) == 12
     assert found.categories == {name: label + 1 for label, name in enumerate(NAMES)}
     assert coco.categories_of([*NAMES, "more"], found) == [*LABELS, -1]

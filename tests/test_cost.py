@@ -89,7 +89,7 @@ def by_name(found, *roles):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("as_printed", [False, True])
-def test_bits_and_counts_of_every_product(mixed, as_printed):
+def test_bits_and_counts_of_every_product(calibration, mixed, as_printed):
     """Of a logarithmic operand the integers of the table that runs, or a mantissa of one bit more than its code."""
     found = cost(mixed.program, TINY, as_printed=as_printed)
     rows = by_name(found, *PRODUCT_ROLES)
@@ -110,7 +110,7 @@ def test_bits_and_counts_of_every_product(mixed, as_printed):
             bits = (4, 5)
         assert (row.left_bits, row.right_bits) == bits
         assert row.bops == row.count * bits[0] * bits[1]
-    float_cost = cost(replace(mixed.program, weights={}).unquantize()[0], TINY)
+    float_cost = cost(calibration.program, TINY)
     assert found.macs == found.integer_macs == float_cost.macs
     assert float_cost.integer_macs == float_cost.table_bytes == 0
 

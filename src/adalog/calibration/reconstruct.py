@@ -220,7 +220,9 @@ class BlockInTraining:
         self._exact, self._inputs = (values.images | values.of([self._in]) for values in (floats, quantized))
         self._targets = floats.of([self._out], self._exact)
         inside = {node.name for node in self._nodes.nodes} - {self._out}
-        cuts = [inner.value_out for inner in find_blocks(program)] if choices.scope == "model" else []
+        cuts = (
+            [inner.value_out for inner in find_blocks(program)] if choices.scope == "model" and choices.between else []
+        )
         self._between = [name for name in cuts if name in inside and floats.is_float(name)]
         device = self._targets[self._out].device
         self._generator = torch.Generator(device).manual_seed(seed + 1000 * floats.starts.index(self._in))
@@ -271,7 +273,7 @@ class BlockInTraining:
     def steps(self, unit: float) -> Iterator[int]:
         """Yield the number of each step, from 1 on, after training by it. unit: a divisor of the error."""
         choices = self._choices
-        self._weights = self._weights_between(unit)
+        self._weights = self._weights_between(choices.between * unit)
         by_kind = [group.parameters() for group in self._groups]
         rates = {"codes": choices.rate, "scales": choices.scale_rate, "biases": choices.scale_rate}
         parameters = [
@@ -468,9 +470,9 @@ class BlockInTraining:
 
     @torch.no_grad()
     def _weights_between(self, unit: float) -> Tensor:
-        """Return the weight of the error of each value between blocks, so that together they count as the output does.
+        """Return the weight of the error of each value between blocks; an error that is 0 before training gets none.
 
-        unit: the error of the output before training. An error that is 0 before training gets no weight.
+        unit: the sum of the weighted errors before training.
         """
         program, batches = self._rewrite(self._assigned), self._held_out.split(self._batch)
 
