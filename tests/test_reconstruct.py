@@ -652,10 +652,12 @@ def with_wide_activations(assigned):
     ]
 
 
-def test_training_lowers_the_error_of_the_models_output_on_images_held_out(tiniest, pool, tiniest_searched):
+@pytest.mark.parametrize("between", [0.0, 1.0])
+def test_training_lowers_the_error_of_the_models_output_on_images_held_out(tiniest, pool, tiniest_searched, between):
     """Every eighth image judges; all sites of the model may change, and codes stay as small as they were."""
     calibration, assigned = tiniest_searched
-    before, choices = with_wide_activations(assigned), replace(WHOLE_MODEL, iterations=48, rate=0.003, scale_rate=0.02)
+    choices = replace(WHOLE_MODEL, iterations=48, rate=0.003, scale_rate=0.02, between=between)
+    before = with_wide_activations(assigned)
     after = reconstruct(calibration.program, [pool[:24]], before, choices)
     was, now = (errors(calibration, each, tiniest, pool[:24]) for each in (before, after))
     assert float(now[7::8].mean()) < 0.5 * float(was[7::8].mean())

@@ -47,8 +47,18 @@ _OTHERS = {
     DETECTOR: "a detector, which only `adalog evaluate --coco` and `adalog detect` can use",
     PACK: "a pack, which `adalog.run` and the C library run: give the artifact that it was made from",
 }
-_DTYPE_NAMES = "float32 float16 bfloat16 float64 int64 int32 int16 int8 bool uint8"
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES.split()}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "bool": torch.bool,
+    "uint8": torch.uint8,
+}
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

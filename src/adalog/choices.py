@@ -170,8 +170,9 @@ class Reconstruction:
             check_flag(name, getattr(self, name))
         for name in ("rate", "scale_rate"):
             check_number(name, getattr(self, name), 0)
-        if not isinstance(self.between, (int, float)) or not 0 <= self.between < math.inf:
-            raise ValueError(f"between = {self.between!r} is not a number of at least 0")
+        between_is_number = isinstance(self.between, (int, float)) and not isinstance(self.between, bool)
+        if not between_is_number or not 0 <= self.between < math.inf:
+            raise ValueError(f"between = {self.between!r} is not a finite number of at least 0")
         if not isinstance(self.drop, (int, float)) or not 0 <= self.drop < 1:
             raise ValueError(f"drop = {self.drop!r} is not a number of at least 0 and below 1")
 

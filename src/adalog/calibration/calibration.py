@@ -452,9 +452,11 @@ class Calibration:
             keys.append(key)
             if key in self._searched:
                 continue
-            names, readers = self._requests[group.name].names, [site for site in self.sites if site.name in pair.sites]
-            observed, inputs = self._observed.read(names) if ordered is None else ordered, {s.left for s in readers}
-            values = operands.join([observed[name].flatten(0, -2) for name in sorted(inputs)], dim=0)
+            names = self._requests[group.name].names
+            readers = [site for site in self.sites if site.name in pair.sites]
+            observed = self._observed.read(names) if ordered is None else ordered
+            inputs = sorted({site.left for site in readers})
+            values = operands.join([observed[name].flatten(0, -2) for name in inputs], dim=0)
             rows = self._shared.rows(group, names, config)
             if rows is not None and len(rows) == len(values):
                 values = values[rows]

@@ -95,7 +95,8 @@ def reconstruct(
     losses: the errors of a block's output, by name. memory: bytes for the values of both networks held at a time, as in
     `Values`. The following always comes on top, for the whole model with the scope "model": a block's inputs and
     outputs on all images, the weights of its errors, the training state of its weights, and the values that gradients
-    need on four images, or on all images of a step on an accelerator. partial: the opened file of the resources; the
+    need on four images, or on all images of a step on an accelerator; with `between`, also the float network's values
+    on these images, which each step computes again. partial: the opened file of the resources; the
     first rank adds finished blocks. All ranks compute the values of both networks, and share the images of each step
     and evaluation.
     """
@@ -219,11 +220,15 @@ class BlockInTraining:
         self._apart = apart = floats.separable([self._out], self._in)
         self._exact, self._inputs = (values.images | values.of([self._in]) for values in (floats, quantized))
         self._targets = floats.of([self._out], self._exact)
-        inside = {node.name for node in self._nodes.nodes} - {self._out}
-        cuts = (
-            [inner.value_out for inner in find_blocks(program)] if choices.scope == "model" and choices.between else []
-        )
-        self._between = [name for name in cuts if name in inside and floats.is_float(name)]
+        self._between = list[str]()
+        if choices.scope == "model" and choices.between:
+            # The values of a folded norm are not those of the float network.
+            folds = {
+                group.pair.norm.name for group, start in assigned if group.pair is not None and start.fold is not None
+            }
+            inside = {node.name for node in self._nodes.nodes} - {self._out} - folds
+            ends = [inner.value_out for inner in find_blocks(program)]
+            self._between = [name for name in ends if name in inside and floats.is_float(name)]
         device = self._targets[self._out].device
         self._generator = torch.Generator(device).manual_seed(seed + 1000 * floats.starts.index(self._in))
         numbers = torch.arange(floats.count, device=device)
@@ -273,7 +278,6 @@ class BlockInTraining:
     def steps(self, unit: float) -> Iterator[int]:
         """Yield the number of each step, from 1 on, after training by it. unit: a divisor of the error."""
         choices = self._choices
-        self._weights = self._weights_between(choices.between * unit)
         by_kind = [group.parameters() for group in self._groups]
         rates = {"codes": choices.rate, "scales": choices.scale_rate, "biases": choices.scale_rate}
         parameters = [
@@ -283,6 +287,7 @@ class BlockInTraining:
         ]
         if not parameters:
             return
+        self._weights = self._weights_between(choices.between * unit)
         if self._at_once:
             replay = self._replay = self._recordable_step(parameters, unit)
             for step in range(1, choices.iterations + 1):
@@ -470,10 +475,12 @@ class BlockInTraining:
 
     @torch.no_grad()
     def _weights_between(self, unit: float) -> Tensor:
-        """Return the weight of the error of each value between blocks; an error that is 0 before training gets none.
+        """Return the weight of the error of each value between blocks; one that is 0 or not finite gets none.
 
         unit: the sum of the weighted errors before training.
         """
+        if not self._between:
+            return torch.empty(0)
         program, batches = self._rewrite(self._assigned), self._held_out.split(self._batch)
 
         def errors(number: int) -> Tensor:
@@ -482,8 +489,9 @@ class BlockInTraining:
             return self._errors_between(values, batches[number], {}).double().cpu() * len(batches[number])
 
         like = torch.zeros(len(self._between), dtype=torch.float64)
-        sums = self._ranks.sum_in_order(len(batches), errors, like) if self._between else like
-        weights = [unit * len(self._held_out) / len(sums) / total if total else 0.0 for total in sums.tolist()]
+        sums = self._ranks.sum_in_order(len(batches), errors, like)
+        whole = unit * len(self._held_out) / len(sums)
+        weights = [whole / total if 0 < total < math.inf else 0.0 for total in sums.tolist()]
         return torch.tensor(weights, device=self._held_out.device)  # a recorded step copies nothing from the CPU
 
     def _errors_between(self, values: Chunk, numbers: Tensor, steps: Mapping[str, Callable[..., Tensor]]) -> Tensor:

@@ -214,10 +214,10 @@ def emit_json(result: Any, target: str | None) -> None:
 
 
 def show(result: Any, json_out: str | None, *texts: str | Table) -> None:
-    """Print the texts of a result, unless standard output takes its JSON; write the JSON as `emit_json` does."""
+    """Write the JSON of a result as `emit_json` does, and print its texts unless standard output takes the JSON."""
+    emit_json(result, json_out)
     if json_out != "-":
         say(*texts)
-    emit_json(result, json_out)
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -110,12 +110,23 @@ def command(
             else:
                 count = len(artifact.encode(quantized.quantized))
             rows.append(
-                {"bits": config.bits, "method": method, "top1": _value(result.top1), "agreement": result.agreement}
-                | {"bytes": count, "seconds": round(seconds, 3), "executor": executor}
+                {
+                    "bits": config.bits,
+                    "method": method,
+                    "top1": _value(result.top1),
+                    "agreement": result.agreement,
+                    "bytes": count,
+                    "seconds": round(seconds, 3),
+                    "executor": executor,
+                }
             )
             table.add_row(
-                *(config.bits, method, views.interval(result.top1), views.percent(result.agreement)),
-                *(f"{count:,}", f"{seconds:.1f}"),
+                config.bits,
+                method,
+                views.interval(result.top1),
+                views.percent(result.agreement),
+                f"{count:,}",
+                f"{seconds:.1f}",
                 end_section=(method, config) == [plan for plan in plans if plan[1].bits == config.bits][-1],
                 style="bold" if (method, config) in artifacts else None,
             )

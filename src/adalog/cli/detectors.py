@@ -156,6 +156,7 @@ def is_chosen(file: Path, instances: Path | None, refused: Sequence[str]) -> boo
 
 def evaluate(
     file: Path,
+    *,
     instances: Path | None,
     data: Path | None,
     no_pretrained: bool,

@@ -58,7 +58,16 @@ def command(
     place, jobs = options.find_device(device), options.thread_count(threads)
     others = {"--model": model is not None, "--support": support is not None, "--device": place.type != "cpu"}
     if detectors.is_chosen(file, instances, [name for name, is_given in others.items() if is_given]):
-        detectors.evaluate(file, instances, data, no_pretrained, checkpoint, executor, jobs, json_out)
+        detectors.evaluate(
+            file,
+            instances=instances,
+            data=data,
+            no_pretrained=no_pretrained,
+            checkpoint=checkpoint,
+            executor=executor,
+            jobs=jobs,
+            json_out=json_out,
+        )
         return
     if model is None and (checkpoint is not None or no_pretrained):
         raise ValueError("--checkpoint and --no-pretrained apply to the full-precision model: add --model")

@@ -7,7 +7,7 @@ import typer
 
 from adalog import artifact
 from adalog.cli import views
-from adalog.cli.console import check_outputs, show, waiting
+from adalog.cli.console import check_outputs, emit_json, show, waiting
 from adalog.cli.options import CheckpointOption, JsonOption, NoPretrainedOption
 from adalog.cli.targets import load_model, refuse_weights, source_of
 from adalog.inputs import zoo
@@ -42,6 +42,9 @@ def command(
     facts = artifact.inspect(content, target)
     if by_bytes:
         facts |= {"tensors": artifact.tensor_sizes(content)}
-    summary = artifact.deserialise(content, target).summary()
+    if json_out == "-":
+        emit_json(facts, json_out)
+        return
+    table = views.bytes_table(content) if by_bytes else artifact.deserialise(content, target).summary()
     sums = f"{views.parts_line(artifact.sizes(content))}; {len(content):,} bytes in total"
-    show(facts, json_out, views.bytes_table(content) if by_bytes else summary, sums)
+    show(facts, json_out, table, sums)

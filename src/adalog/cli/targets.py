@@ -58,10 +58,13 @@ def check_count(source: Path | str, available: int, count: int, option: str | No
     """Raise DataError if `count`, set by `option` or by several options (None), is more than the images available."""
     if count <= available:
         return
-    why = f"{option} is {count}: give {option} {available}, or more images"
     if option is None:
-        why = f"--images, --judged and the method need {count}: lower these options, choose a method that needs fewer, "
-        why += "or give more images"
+        why = (
+            f"--images, --judged and the method need {count}: lower these options, choose a method that needs fewer, "
+            "or give more images"
+        )
+    else:
+        why = f"{option} is {count}: give {option} {available}, or more images"
     raise DataError(f"{source} has only {available} images, but {why}")
 
 

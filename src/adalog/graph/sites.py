@@ -389,7 +389,9 @@ def find_pieces(program: Program) -> list[Block]:
 
 def _cut(program: Program, narrow: Sequence[int], counts: Iterable[int]) -> list[Block]:
     """Cut the program after the last of the first `count` bottlenecks, for each count above 0."""
-    ends = {narrow[count - 1] + 1 for count in counts if count} | {len(program.nodes)} - {0}
+    ends = {narrow[count - 1] + 1 for count in counts if count}
+    if program.nodes:
+        ends.add(len(program.nodes))
     blocks: list[Block] = []
     value, start = program.inputs[0], 0
     for end in sorted(ends):

@@ -25,9 +25,16 @@ _TORCH = Path(torch.__file__).parent
 _INEQUALITIES = (sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge)
 
 _OPERATIONS: Mapping[Any, str] = {
-    **{
-        getattr(sympy, name): name.lower() for name in ("Add", "Mul", "Min", "Max", "Eq", "Ne", "Lt", "Le", "And", "Or")
-    },
+    sympy.Add: "add",
+    sympy.Mul: "mul",
+    sympy.Min: "min",
+    sympy.Max: "max",
+    sympy.Eq: "eq",
+    sympy.Ne: "ne",
+    sympy.Lt: "lt",
+    sympy.Le: "le",
+    sympy.And: "and",
+    sympy.Or: "or",
     functions.FloorDiv: "floordiv",
     functions.CleanDiv: "floordiv",
     functions.Mod: "mod",

@@ -40,7 +40,7 @@ def ascending(rows: Tensor) -> Tensor:
 
 
 def sample_quantiles(sample: Tensor, fractions: Sequence[float], stack: int = 1) -> list[Tensor]:
-    """Return the quantiles of `quantiles`, except for the least and largest values of the thinned sample (`thin`)."""
+    """Return the quantiles of `quantiles` of the thinned sample (`thin`), but the exact least and largest value."""
     inner = iter(_of_sorted(ascending(thin(sample, stack)), [share for share in fractions if 0 < share < 1]))
     return [
         sample.amin(dim=1) if share <= 0 else sample.amax(dim=1) if share >= 1 else next(inner) for share in fractions

@@ -231,13 +231,13 @@ class Quantizer(ABC):
         """Return the least and the largest value that a code can have; differentiable."""
 
     def step(self, x: Tensor) -> Tensor:
-        """Return the scale that applies at x, to broadcast against x."""
+        """Return the scale that applies at x, to broadcast against x. Quantizers with several scales override it."""
         return self.scale
 
     def levels(self) -> Tensor:
-        """Return all values of all scales in the domain of x, even if a bias has absorbed the offset: ascending.
+        """Return every value that the quantizer can output, over all its scales, ascending: float, on the CPU.
 
-        They are float, on the CPU.
+        The values are in the domain of x: an offset that a bias has absorbed is subtracted.
         """
         code = torch.arange(self.code_count, dtype=torch.float32, device=self.scale.device)
         return self.restore_offset().map(lambda value: value.reshape(-1, 1)).dequantize(code).unique().cpu()

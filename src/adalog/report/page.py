@@ -33,13 +33,27 @@ _COLUMNS = {
     "source": "After",
     "bits": "Bits",
     "left": "Left operand",
-} | {"right": "Right operand", "sqnr": "SQNR [dB]", "loss": "Loss", "fixops": "FixOPs [10⁶]", "bytes": "Bytes"}
-_COMPARED = (
-    {"number": "#", "site": "Site", "role": "Role", "bits": "Bits of A", "bits_b": "Bits of B"}
-    | {"sqnr": "SQNR of A [dB]", "sqnr_b": "SQNR of B [dB]", "sqnr_more": "B − A [dB]"}
-    | {"loss": "Loss of A", "loss_b": "Loss of B"}
-    | {"bytes": "Bytes of A", "bytes_b": "Bytes of B", "bytes_more": "B − A [bytes]"}
-)
+    "right": "Right operand",
+    "sqnr": "SQNR [dB]",
+    "loss": "Loss",
+    "fixops": "FixOPs [10⁶]",
+    "bytes": "Bytes",
+}
+_COMPARED = {
+    "number": "#",
+    "site": "Site",
+    "role": "Role",
+    "bits": "Bits of A",
+    "bits_b": "Bits of B",
+    "sqnr": "SQNR of A [dB]",
+    "sqnr_b": "SQNR of B [dB]",
+    "sqnr_more": "B − A [dB]",
+    "loss": "Loss of A",
+    "loss_b": "Loss of B",
+    "bytes": "Bytes of A",
+    "bytes_b": "Bytes of B",
+    "bytes_more": "B − A [bytes]",
+}
 # Formats of the columns of numbers; those of B and of differences have a suffix.
 _FORMS = {"number": "d", "sqnr": ".1f", "fixops": ",.2f", "bytes": ",d", "loss": ".3g"}
 

@@ -152,7 +152,8 @@ def cost(program: Program, inputs: Sequence[Tensor | Sequence[int]], *, as_print
     Only shapes are computed, without data.
     inputs: for each input, images (any number of them) that give shape and type; or, for float inputs, a shape without
     the batch axis, such as (3, 224, 224).
-    as_printed: count logarithmic codes by mantissas and shifts (Eq. 10), as Table 3 must do, even if they have tables.
+    as_printed: count logarithmic codes by mantissas and shifts (Eq. 10), as the paper's Table 3 must have done, even if
+    they have tables.
     Raises ValueError if the program does not run on such inputs.
     """
     if as_printed:

@@ -16,8 +16,18 @@ NEEDED = ("adalog", "torch", "numpy", "safetensors")
 OPTIONAL = ("timm", "torchvision", "transformers", "onnx", "onnxruntime", "openvino", "nncf", "executorch")
 # The processor features that kernels use, as Linux names them.
 FEATURES = (
-    *("avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"),
-    *("amx_int8", "amx_bf16", "asimddp", "i8mm"),
+    "avx2",
+    "fma",
+    "avx_vnni",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_int8",
+    "amx_bf16",
+    "asimddp",
+    "i8mm",
 )
 
 

@@ -220,11 +220,13 @@ class BatchedProduct:
             right = self._weight
         else:
             site.check_terms(left[0].shape[-1])
-        lefts, rights = (
-            [[(factor, next(following).to(self._dtype)) for factor in digits.factors] for digits in parts]
-            for parts, following in ((self._left, iter(left)), (self._right, iter(right)))
-        )
+        lefts, rights = self._with_factors(self._left, left), self._with_factors(self._right, right)
         return [[(f * g, multiply(x, y)) for f, x in one for g, y in other] for one in lefts for other in rights]
+
+    def _with_factors(self, parts: list[Digits], tensors: list[Tensor]) -> list[list[tuple[int, Tensor]]]:
+        """Return the digits of each part in the type of the products, each with its factor."""
+        following = iter(tensors)
+        return [[(factor, next(following).to(self._dtype)) for factor in digits.factors] for digits in parts]
 
     def _depthwise(self, image: Tensor, weight: Tensor) -> Tensor:
         """Convolve each channel alone, (B, C, H, W), (C, taps, 1) -> (B, C, L, 1), without repeating it per tap."""
