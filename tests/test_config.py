@@ -180,7 +180,7 @@ def test_methods_tell_their_sources_and_choices():
         (lambda: Config.preset("w4a4", "adalog++").with_training(iterations=0), "iterations = 0"),
         (
             lambda: Config.preset("w4a4", "gptq"),
-            r"'gptq' is not one of uniform, .*, adalog, adalog\+, adalog\+\+, adalog-",
+            r"^method = 'gptq' is not one of uniform, .*, adalog, adalog\+, adalog\+\+, adalog-paper, adalog-",
         ),
         *(
             (lambda name=name: Config.preset(name), r"is not of the form w4a4 or w4a4s3")

@@ -301,6 +301,7 @@ def test_linears_of_one_activation_keep_the_same_bits(fold_rows):
         assert widths(result) == {name: ("4-bit", "4-bit") if name == "other" else (bits, bits) for name in parts}
         quality.append(decibels(result(IMAGES) - model.other(IMAGES), model(IMAGES) - model.other(IMAGES)))
     assert result.refusals["norm"] == "not folded: its linears take float activations"
+    assert "not folded: norm: its linears take float activations" in result.summary()
     assert quality == sorted(quality)
 
 

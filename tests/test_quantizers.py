@@ -128,14 +128,15 @@ def test_levels_descend_and_zero_has_its_code(kind, reading):
 @pytest.mark.parametrize("reading", READINGS)
 @pytest.mark.parametrize("rounds", ROUNDINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_thresholds_are_where_codes_change(kind, rounds, reading):
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_thresholds_are_where_codes_change(width, kind, rounds, reading):
     base, r, table = kind
     options = {"beyond": reading, "rounding": rounds, "table": table}
-    thresholds = log_thresholds(base, r, 4, **options)
-    assert thresholds.shape == (code_count(4, reading) - 1,)
+    thresholds = log_thresholds(base, r, width, **options)
+    assert thresholds.shape == (code_count(width, reading) - 1,)
     assert bool((thresholds.diff() <= 0).all())
     for x in (thresholds * (1 + 1e-9), thresholds * (1 - 1e-9)):
-        code = log_quantize(x, f64(1.0), base, r, 4, **options)
+        code = log_quantize(x, f64(1.0), base, r, width, **options)
         assert code.tolist() == (x[:, None] <= thresholds[None]).sum(1).tolist()
 
 
@@ -476,6 +477,14 @@ def by_hand_log(least, added=0.0, taken=0.0):
 
 def log_of(**options):
     return LogQuantizer(f64(0.9), 20, R, BITS, **options)
+
+
+@given(beyond, rounding)
+def test_an_offset_is_subtracted_unless_it_is_kept(reading, rounds):
+    x = normal(300).abs() - 0.17
+    kept = log_of(beyond=reading, rounding=rounds, offset=0.17, keeps_offset=True)
+    subtracted = replace(kept, keeps_offset=False)
+    assert torch.equal(subtracted.fake_quantize(x), kept.fake_quantize(x) - 0.17)
 
 
 SATURATED = float(log_levels(20, R, BITS, beyond="saturate")[-1])
