@@ -237,7 +237,7 @@ class Calibration:
                 self.unlabelled,
                 assigned,
                 self._shared,
-                lambda group, each: self.product(group, each, config).assign(each.left, each.right),
+                lambda group, now: self.product(group, now, config).assign(now.left, now.right),
                 resources,
                 seed=self.seed,
                 memory=self._memory // 2,
@@ -270,8 +270,8 @@ class Calibration:
                 part = f"searched on a part of its values: one row, image or window in {stride}"
                 refusals.setdefault(name, part)
         if any(isinstance(stage, Correction) for stage in config.stages):
-            weighted = [(group.first.role, each) for group, each in assigned if each.right is not None]
-            biases = [assignment.bias for role, assignment in weighted if role in ("linear", "conv")]
+            weighted = [(group.first.role, now) for group, now in assigned if now.right is not None]
+            biases = [now.bias for role, now in weighted if role in ("linear", "conv")]
             if biases and all(bias is None for bias in biases):
                 refusals["the correction"] = "not applied: it does not lower the error of the model's output"
         provenance = {"seed": self.seed, "calibration": digest(self.images), "images": len(self.images[0])}

@@ -465,13 +465,21 @@ class BlockInTraining:
     @torch.no_grad()
     def _held_out_loss(self, assigned: Assigned) -> float:
         """Return the mean loss on the held-out images, with every activation quantized."""
-        program, batches = self._rewrite(assigned), self._held_out.split(self._batch)
+        program = self._rewrite(assigned)
+        return float(self._held_out_mean(lambda numbers: self._loss(program, numbers), torch.Size()))
 
-        def loss(number: int) -> Tensor:
-            return self._loss(program, batches[number]).double().cpu() * len(batches[number])
+    def _held_out_mean(self, errors: Callable[[Tensor], Tensor], shape: torch.Size) -> Tensor:
+        """Return the mean of errors over the held-out images, float64, on the CPU.
 
-        like = torch.zeros((), dtype=torch.float64)
-        return float(self._ranks.sum_in_order(len(batches), loss, like)) / len(self._held_out)
+        errors: maps image indices to their mean errors, which have this shape.
+        """
+        batches = self._held_out.split(self._batch)
+
+        def part(number: int) -> Tensor:
+            return errors(batches[number]).double().cpu() * len(batches[number])
+
+        like = torch.zeros(shape, dtype=torch.float64)
+        return self._ranks.sum_in_order(len(batches), part, like) / len(self._held_out)
 
     @torch.no_grad()
     def _weights_between(self, unit: float) -> Tensor:
@@ -481,17 +489,14 @@ class BlockInTraining:
         """
         if not self._between:
             return torch.empty(0)
-        program, batches = self._rewrite(self._assigned), self._held_out.split(self._batch)
+        program = self._rewrite(self._assigned)
 
-        def errors(number: int) -> Tensor:
-            inputs = pick(self._values, self._inputs, batches[number])
-            values = self._run(program, inputs, self._between)
-            return self._errors_between(values, batches[number], {}).double().cpu() * len(batches[number])
+        def errors(numbers: Tensor) -> Tensor:
+            values = self._run(program, pick(self._values, self._inputs, numbers), self._between)
+            return self._errors_between(values, numbers, {})
 
-        like = torch.zeros(len(self._between), dtype=torch.float64)
-        sums = self._ranks.sum_in_order(len(batches), errors, like)
-        whole = unit * len(self._held_out) / len(sums)
-        weights = [whole / total if 0 < total < math.inf else 0.0 for total in sums.tolist()]
+        means = self._held_out_mean(errors, torch.Size([len(self._between)])).tolist()
+        weights = [unit / len(means) / error if 0 < error < math.inf else 0.0 for error in means]
         return torch.tensor(weights, device=self._held_out.device)  # a recorded step copies nothing from the CPU
 
     def _errors_between(self, values: Chunk, numbers: Tensor, steps: Mapping[str, Callable[..., Tensor]]) -> Tensor:
@@ -536,9 +541,10 @@ class BlockInTraining:
         def quantized(x: Tensor, name: str) -> Tensor:
             return program.quantizers[name].fake_quantize(x, mask(x) if drop and mask is not None else None)
 
-        in_training = drop is not None
-        steps = {node.name: quantized for node in program.nodes if node.op == FAKE_QUANTIZE and in_training}
-        steps |= self._products(program) if in_training else {}
+        steps: dict[str, Callable[..., Tensor]] = {}
+        if drop is not None:
+            steps = {node.name: quantized for node in program.nodes if node.op == FAKE_QUANTIZE}
+            steps |= self._products(program)
         return self._values.compute(inputs, names, program, steps=steps)
 
     def _products(self, program: Program) -> dict[str, Callable[..., Tensor]]:

@@ -77,7 +77,7 @@ def command(
     for path, bytes_of in contents.items():
         files.write_whole(path, bytes_of)
     sizes = {str(path): len(bytes_of) for path, bytes_of in contents.items()}
-    record = {"files": sizes, "form": certificates[0].form, "certificates": [each.json() for each in certificates]}
+    record = {"files": sizes, "form": certificates[0].form, "certificates": [one.json() for one in certificates]}
     show(record, json_out, *(f"{path}: {size:,} bytes" for path, size in sizes.items()))
 
 

@@ -70,12 +70,13 @@ def quantize_detector(
         if kind_of(name) in parts:
             calibration = part_calibration(part, name, few.pop(name, values), values, seed=seed, memory=memory)
             if kind_of(name) in HEADS:
-                own = [each.with_fitted_images(len(values[0])) if each.images_fitted else each for each in own]
-            models = [calibration.quantize(each, within(name, resources)) for each in own]
+                fitted = len(values[0])
+                own = [config.with_fitted_images(fitted) if config.images_fitted else config for config in own]
+            models = [calibration.quantize(config, within(name, resources)) for config in own]
         else:
             program, example = capture(part, values, _sizes(name)), tuple(value[:0] for value in values)
             refusals = {site.name: "stays float: its part was not chosen" for site in find_sites(program)}
-            models = [QuantizedModel(QuantizedProgram(program, each, (), refusals, {}, example)) for each in own]
+            models = [QuantizedModel(QuantizedProgram(program, config, (), refusals, {}, example)) for config in own]
         for quantized_parts, model in zip(parts_by_config, models, strict=True):
             model.note(part=name, calibration=digest([images[:count]]), images=count)
             quantized_parts[name] = model

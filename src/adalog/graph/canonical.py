@@ -246,6 +246,12 @@ def unfold_mask_index(call: OpCall) -> Ref | None:
     return call.emit("aten.index.Tensor", value, tuple(plain)) if plain != list(indices) else None
 
 
+def unfold_masked_fill(call: OpCall) -> Ref:
+    """Write `masked_fill` with a tensor as the value as where(mask, value, x)."""
+    x, mask, value = call.args
+    return call.emit("aten.where.self", mask, value, x)
+
+
 def unfold_mask_write(call: OpCall) -> Ref | None:
     """Write x[mask] = value as where(mask, value, x) or, if value has an entry per true one, as `masked_scatter`."""
     x, indices, value = call.args[:3]
@@ -446,7 +452,7 @@ UNFOLDED: Mapping[str, Callable[[OpCall], Any]] = {
     "aten.conv2d.padding": unfold_named_padding,
     "aten.index.Tensor": unfold_mask_index,
     "aten.index_put.default": unfold_mask_write,
-    "aten.masked_fill.Tensor": lambda call: call.emit("aten.where.self", *call.args[1:], call.args[0]),
+    "aten.masked_fill.Tensor": unfold_masked_fill,
     "aten.unfold.default": unfold_windows,
     **dict.fromkeys(aten("tensor_split.sections tensor_split.indices"), unfold_tensor_split),
     **dict.fromkeys(aten("hsplit.int hsplit.array"), partial(unfold_tensor_split, dim=1)),
@@ -664,7 +670,8 @@ def fold_batch_norms(program: Program) -> Program:
             continue
         if weight_name not in tensors or program.uses[weight_name] != 1:
             continue
-        gamma, beta, mean, variance = (arg and tensors[arg.name].double() for arg in parameters)
+        gamma, beta = (None if arg is None else tensors[arg.name].double() for arg in parameters[:2])
+        mean, variance = (tensors[arg.name].double() for arg in parameters[2:])
         gain = torch.rsqrt(variance + norm.args[7])
         if gamma is not None:
             gain = gain * gamma

@@ -183,8 +183,15 @@ def value_thresholds(quantizer: LogQuantizer) -> Tensor:
     A value has code k if it is at most thresholds[k - 1] and above thresholds[k]. This is exact: the quotient of the
     value and the scale lies on the same side of the quantizer's own threshold.
     """
-    choices = {name: getattr(quantizer, name) for name in ("beyond", "rounding", "table", "headroom")}
-    quotients = log_thresholds(quantizer.q, quantizer.r, quantizer.bits, **choices)
+    quotients = log_thresholds(
+        quantizer.q,
+        quantizer.r,
+        quantizer.bits,
+        beyond=quantizer.beyond,
+        rounding=quantizer.rounding,
+        table=quantizer.table,
+        headroom=quantizer.headroom,
+    )
     return _largest_values(quotients.float(), quantizer.scale.cpu().reshape(()))
 
 
