@@ -294,5 +294,13 @@ def test_every_how_to_with_python_is_run():
     assert [page.stem for page in HOW_TOS if python_of(page) and f'"{page.stem}"' not in text] == []
 
 
+def test_the_path_of_quantize_is_short_enough_to_read():
+    path = (ROOT / "docs" / "design" / "index.md").read_text(encoding="utf-8").partition("## The files of")[2]
+    files = re.findall(r"^\| `([\w/]+\.py)` \|", path.partition("\n## ")[0], flags=re.MULTILINE)
+    texts = [(ROOT / "src" / "adalog" / file).read_text(encoding="utf-8") for file in files]
+    assert len(files) > 10
+    assert sum(len(text.splitlines()) for text in texts) <= 6000
+
+
 def test_the_readme_tables_are_those_of_the_results():
     tables.main(check=True)  # raises SystemExit if a table is out of date
