@@ -246,7 +246,7 @@ def test_products_of_a_step_are_rounded_where_the_device_multiplies_bfloat16(poo
     block = block_of(*searched, pool[:24])
     given = pick(block._values, block._inputs, torch.arange(4))
     program = rewrite(block._nodes, block._assigned)
-    judged, stepped = (block._run(program, given, [block._out], drop)[block._out] for drop in (None, 0.0))
+    judged, stepped = (block._run(program, given, drop) for drop in (None, 0.0))
     wanted = block._values.compute(given, [block._out], program)[block._out]
     assert torch.equal(judged, wanted)
     assert torch.equal(stepped, judged) != able
@@ -652,11 +652,10 @@ def with_wide_activations(assigned):
     ]
 
 
-@pytest.mark.parametrize("between", [0.0, 1.0])
-def test_training_lowers_the_error_of_the_models_output_on_images_held_out(tiniest, pool, tiniest_searched, between):
+def test_training_lowers_the_error_of_the_models_output_on_images_held_out(tiniest, pool, tiniest_searched):
     """Every eighth image judges; all sites of the model may change, and codes stay as small as they were."""
     calibration, assigned = tiniest_searched
-    choices = replace(WHOLE_MODEL, iterations=48, rate=0.003, scale_rate=0.02, between=between)
+    choices = replace(WHOLE_MODEL, iterations=48, rate=0.003, scale_rate=0.02)
     before = with_wide_activations(assigned)
     after = reconstruct(calibration.program, [pool[:24]], before, choices)
     was, now = (errors(calibration, each, tiniest, pool[:24]) for each in (before, after))
@@ -667,40 +666,6 @@ def test_training_lowers_the_error_of_the_models_output_on_images_held_out(tinie
         if isinstance(other.right, QuantizedTensor):
             assert other.right.codes.dtype == torch.uint8
             assert int(other.right.codes.max()) < 4
-
-
-def test_a_whole_model_also_keeps_the_values_between_its_blocks(pool, tiniest_searched, monkeypatch):
-    """If asked for. Before training, each error counts alike, and together they count as much as `unit`."""
-    calibration, assigned = tiniest_searched
-    program, quantized = calibration.program, rewrite(calibration.program, assigned)
-    blocks = find_spans(program)
-    floats = Values(program, [pool[:24]], blocks=blocks)
-    values = Values(quantized, [pool[:24]], blocks=blocks, like=floats)
-    choices = replace(WHOLE_MODEL, between=1.0)
-    model = BlockInTraining(program, floats, values, blocks[0], assigned, choices, 0, losses=LOSSES)
-    names = [block.value_out for block in find_blocks(program)[:-1]]
-    assert len(names) > 1
-    model._weights = model._weights_between(unit=3.0)
-
-    def error_of(name, images):
-        exact, other = (Values(each, [pool[images]]).of([name])[name] for each in (program, quantized))
-        return float((other - exact).double().square().mean())
-
-    held_out, some = list(range(7, 24, 8)), [0, 1, 2]
-    expected = [3 / len(names) / error_of(name, held_out) for name in names]
-    assert model._weights.tolist() == pytest.approx(expected, rel=1e-4)
-    numbers = torch.tensor(some)
-    for rounds, tolerance in ((False, 1e-4), (True, 0.05)):  # products in bfloat16
-        monkeypatch.setattr("adalog.calibration.reconstruct.multiplies_bfloat16", lambda _, rounds=rounds: rounds)
-        added = model._loss(quantized, numbers, drop=0.0) - model._loss(quantized, numbers)
-        by_hand = sum(weight * error_of(name, some) for name, weight in zip(names, expected, strict=True))
-        assert float(added) == pytest.approx(by_hand, rel=tolerance)
-    # The exact values have the products of the step.
-    rounded = model._run(model._nodes, pick(model._values, model._inputs, numbers), names, drop=0.0)
-    assert not model._errors_between(rounded, numbers, model._products(model._nodes)).any()
-    monkeypatch.setattr(model, "_rewrite", lambda _: model._nodes)
-    assert not model._weights_between(unit=3.0).any()  # errors of 0
-    assert block_of(calibration, assigned, pool[:24])._between == []
 
 
 def test_a_model_that_got_worse_goes_back(pool, tiniest_searched):

@@ -134,8 +134,6 @@ class Reconstruction:
             "model", use the smaller rates of the method "adalog++".
         robust: Take a block's changes back if they make the model's output worse on images that are held out. The loss
             of a block that is the whole model tells that already.
-        between: For the scope "model", how much the squared errors of the values between blocks count together, each
-            divided by its initial value. With 1, they count as much as the output.
         mirrored: As in `Correction`. The values of a block take twice the memory, and the number of steps is the same.
 
     Raises:
@@ -158,7 +156,6 @@ class Reconstruction:
     scale_rate: float = 0.005
     scope: Scope = "block"
     robust: bool = True
-    between: float = 0.0
     mirrored: bool = False
 
     def __post_init__(self) -> None:
@@ -170,9 +167,6 @@ class Reconstruction:
             check_flag(name, getattr(self, name))
         for name in ("rate", "scale_rate"):
             check_number(name, getattr(self, name), 0)
-        between_is_number = isinstance(self.between, (int, float)) and not isinstance(self.between, bool)
-        if not between_is_number or not 0 <= self.between < math.inf:
-            raise ValueError(f"between = {self.between!r} is not a finite number of at least 0")
         if not isinstance(self.drop, (int, float)) or not 0 <= self.drop < 1:
             raise ValueError(f"drop = {self.drop!r} is not a number of at least 0 and below 1")
 

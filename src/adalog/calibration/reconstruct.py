@@ -95,8 +95,7 @@ def reconstruct(
     losses: the errors of a block's output, by name. memory: bytes for the values of both networks held at a time, as in
     `Values`. The following always comes on top, for the whole model with the scope "model": a block's inputs and
     outputs on all images, the weights of its errors, the training state of its weights, and the values that gradients
-    need on four images, or on all images of a step on an accelerator; with `between`, also the float network's values
-    on these images, which each step computes again. partial: the opened file of the resources; the
+    need on four images, or on all images of a step on an accelerator. partial: the opened file of the resources; the
     first rank adds finished blocks. All ranks compute the values of both networks, and share the images of each step
     and evaluation.
     """
@@ -220,15 +219,6 @@ class BlockInTraining:
         self._apart = apart = floats.separable([self._out], self._in)
         self._exact, self._inputs = (values.images | values.of([self._in]) for values in (floats, quantized))
         self._targets = floats.of([self._out], self._exact)
-        self._between = list[str]()
-        if choices.scope == "model" and choices.between:
-            # The values of a folded norm are not those of the float network.
-            folds = {
-                group.pair.norm.name for group, start in assigned if group.pair is not None and start.fold is not None
-            }
-            inside = {node.name for node in self._nodes.nodes} - {self._out} - folds
-            ends = [inner.value_out for inner in find_blocks(program)]
-            self._between = [name for name in ends if name in inside and floats.is_float(name)]
         device = self._targets[self._out].device
         self._generator = torch.Generator(device).manual_seed(seed + 1000 * floats.starts.index(self._in))
         numbers = torch.arange(floats.count, device=device)
@@ -287,7 +277,6 @@ class BlockInTraining:
         ]
         if not parameters:
             return
-        self._weights = self._weights_between(choices.between * unit)
         if self._at_once:
             replay = self._replay = self._recordable_step(parameters, unit)
             for step in range(1, choices.iterations + 1):
@@ -465,74 +454,25 @@ class BlockInTraining:
     @torch.no_grad()
     def _held_out_loss(self, assigned: Assigned) -> float:
         """Return the mean loss on the held-out images, with every activation quantized."""
-        program = self._rewrite(assigned)
-        return float(self._held_out_mean(lambda numbers: self._loss(program, numbers), torch.Size()))
+        program, batches = self._rewrite(assigned), self._held_out.split(self._batch)
 
-    def _held_out_mean(self, errors: Callable[[Tensor], Tensor], shape: torch.Size) -> Tensor:
-        """Return the mean of errors over the held-out images, float64, on the CPU.
+        def loss(number: int) -> Tensor:
+            return self._loss(program, batches[number]).double().cpu() * len(batches[number])
 
-        errors: maps image indices to their mean errors, which have this shape.
-        """
-        batches = self._held_out.split(self._batch)
-
-        def part(number: int) -> Tensor:
-            return errors(batches[number]).double().cpu() * len(batches[number])
-
-        like = torch.zeros(shape, dtype=torch.float64)
-        return self._ranks.sum_in_order(len(batches), part, like) / len(self._held_out)
-
-    @torch.no_grad()
-    def _weights_between(self, unit: float) -> Tensor:
-        """Return the weight of the error of each value between blocks; one that is 0 or not finite gets none.
-
-        unit: the sum of the weighted errors before training.
-        """
-        if not self._between:
-            return torch.empty(0)
-        program = self._rewrite(self._assigned)
-
-        def errors(numbers: Tensor) -> Tensor:
-            values = self._run(program, pick(self._values, self._inputs, numbers), self._between)
-            return self._errors_between(values, numbers, {})
-
-        means = self._held_out_mean(errors, torch.Size([len(self._between)])).tolist()
-        weights = [unit / len(means) / error if 0 < error < math.inf else 0.0 for error in means]
-        return torch.tensor(weights, device=self._held_out.device)  # a recorded step copies nothing from the CPU
-
-    def _errors_between(self, values: Chunk, numbers: Tensor, steps: Mapping[str, Callable[..., Tensor]]) -> Tensor:
-        """Return the mean squared error of each value between blocks. steps: as `Program.run` takes them."""
-        inputs = pick(self._values, self._exact, numbers)
-        with torch.no_grad():
-            exact = self._values.compute(inputs, self._between, self._nodes, steps=steps)
-        return torch.stack([(values[name] - exact[name]).square().mean() for name in self._between])
+        like = torch.zeros((), dtype=torch.float64)
+        return float(self._ranks.sum_in_order(len(batches), loss, like)) / len(self._held_out)
 
     def _loss(self, program: Program, numbers: Tensor, drop: float | None = None, mask: Mask | None = None) -> Tensor:
-        """Return the mean error of the block's output and, in a training step, the weighted errors between its blocks.
-
-        drop, mask: as in `_run`, and for the inputs that are exact.
-        """
+        """Return the mean error of the block's output. drop, mask: as in `_run`, and for the inputs that are exact."""
         inputs, targets = (pick(self._values, chunk, numbers) for chunk in (self._inputs, self._targets))
         name = self._in
         if drop and mask is not None and inputs[name].is_floating_point():
             exact = pick(self._values, {name: self._exact[name]}, numbers)
             inputs[name] = inputs[name].lerp(exact[name], mask(inputs[name]))
-        between = self._between if drop is not None else []
-        values = self._run(program, inputs, [self._out, *between], drop, mask)
-        error = self._error(values[self._out] - targets[self._out], numbers)
-        if not between:
-            return error
-        errors = self._errors_between(values, numbers, self._products(self._nodes))
-        return error + (errors * self._weights).sum()
+        return self._error(self._run(program, inputs, drop, mask) - targets[self._out], numbers)
 
-    def _run(
-        self,
-        program: Program,
-        inputs: Chunk,
-        names: Sequence[str],
-        drop: float | None = None,
-        mask: Mask | None = None,
-    ) -> Chunk:
-        """Return the named values from a rewritten program and the block's inputs.
+    def _run(self, program: Program, inputs: Chunk, drop: float | None = None, mask: Mask | None = None) -> Tensor:
+        """Return the block's output from a rewritten program and the block's inputs.
 
         drop: in a training step, the share of activations that is not quantized, which `mask` chooses; products are
         then in bfloat16 if the device supports it. None evaluates the block in float32.
@@ -544,19 +484,14 @@ class BlockInTraining:
         steps: dict[str, Callable[..., Tensor]] = {}
         if drop is not None:
             steps = {node.name: quantized for node in program.nodes if node.op == FAKE_QUANTIZE}
-            steps |= self._products(program)
-        return self._values.compute(inputs, names, program, steps=steps)
-
-    def _products(self, program: Program) -> dict[str, Callable[..., Tensor]]:
-        """Return the products in bfloat16, by the node that they replace in a training step, if the device has them."""
-        if not multiplies_bfloat16(self._targets[self._out].device):
-            return {}
-        return {node.name: _PRODUCTS[node.op] for node in program.nodes if node.op in _PRODUCTS}
+            if multiplies_bfloat16(self._targets[self._out].device):
+                steps |= {node.name: _PRODUCTS[node.op] for node in program.nodes if node.op in _PRODUCTS}
+        return self._values.compute(inputs, [self._out], program, steps=steps)[self._out]
 
     def _runner(self, assigned: Assigned) -> Callable[[Tensor], Tensor]:
         """Return a function that maps image indices to the block's output, quantized like this."""
         program = self._rewrite(assigned)
-        return lambda numbers: self._run(program, pick(self._values, self._inputs, numbers), [self._out])[self._out]
+        return lambda numbers: self._run(program, pick(self._values, self._inputs, numbers))
 
 
 def _exponent(done: float) -> float:
