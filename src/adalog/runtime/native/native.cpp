@@ -1378,19 +1378,22 @@ struct Search {
     INLINE explicit Search(const Steps& s) : steps(s) {}
 #endif
 #if ADALOG_LEVEL
-    // Finds the values for 4 W inputs by buckets.
-    INLINE void in_buckets(const F (&x)[4], I (&values)[4]) const {
+    // Finds the values for W inputs in each of the first `vectors` vectors by buckets; the other values become 0.
+    INLINE void in_buckets(const F (&x)[4], int vectors, I (&values)[4]) const {
         alignas(64) int32_t numbers[4 * W];
         const F slope = set(steps.slope), origin = set(steps.origin), last = set(float(steps.count - 1));
         const int32_t half = int32_t(steps.count / 2);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
+            if (j >= vectors) break;
             const F y = most(least(fma(x[j], slope, origin), last), set(0.0f));
             store(numbers + j * W, steps.shift ? by_distance(x[j], steps, half) : without_fraction(y), All{});
         }
         F thresholds[4];
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
+            thresholds[j] = set(0.0f), values[j] = set(0);
+            if (j >= vectors) continue;
             I pairs;
             unzip(steps.buckets, numbers + j * W, thresholds[j], pairs);
             values[j] = chosen(pairs, x[j], thresholds[j]);
@@ -1407,18 +1410,22 @@ struct Search {
             values[j] = load(known, All{});
         }
     }
-    // Finds the bytes of the values for 4 W inputs: the low plane, and the high plane if there are two.
-    INLINE void operator()(const F (&x)[4], I& low_bytes, I& high_bytes) const {
+    // Finds the bytes of the values for 4 W inputs: the low plane, and the high plane if there are two. vectors: the number
+    // of vectors that are searched; the bytes of the others mean nothing.
+    INLINE void operator()(const F (&x)[4], I& low_bytes, I& high_bytes, int vectors = 4) const {
 #if ADALOG_WIDE
         if (MOST) {
-            const I places = bytes_of(place(x[0]), place(x[1]), place(x[2]), place(x[3]));
+            I at[4];
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) at[j] = j < vectors ? place(x[j]) : set(0);
+            const I places = small_bytes_of(at[0], at[1], at[2], at[3]);
             low_bytes = bytes(places, false);
             if (steps.planes > 1) high_bytes = bytes(places, true);
             return;
         }
 #endif
         I values[4];
-        in_buckets(x, values);
+        in_buckets(x, vectors, values);
         low_bytes = bytes_of(values[0], values[1], values[2], values[3]);
         if (steps.planes > 1)
             high_bytes = bytes_of(shift_right_8(values[0]), shift_right_8(values[1]), shift_right_8(values[2]), shift_right_8(values[3]));
@@ -1541,7 +1548,7 @@ struct Finisher {
             }
             const int rest = int(columns - start);
             for (int j = 0; j < 4; j++) x[j] = real(start + j * W, Some(std::clamp(rest - j * W, 0, W)));
-            search(x, low, high);
+            search(x, low, high, (rest + W - 1) / W);
             uint8_t some[4 * W];
             store(some, low), std::memcpy(bytes + start, some, rest);
             if (out.steps.planes > 1) store(some, high), std::memcpy(more + start, some, rest);
@@ -2497,15 +2504,18 @@ INLINE void softmax(const Attention& of, const Search<MOST>& search, int32_t* su
                                            code(start + 3 * W, All{}));
             store(bytes + start, least_bytes(codes, last));
         }
-        for (; start < columns; start += 4 * W) {
+        auto find = [&](int vectors) INLINE_LAMBDA {
             F x[4];
             I low = set(0), high = set(0);
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) x[j] = sub(load(row + start + j * W, All{}), shift);
-            search(x, low, high);
+            search(x, low, high, vectors);
             store(bytes + start, low);
             if (more) store(more_bytes + start, high);
-        }
+            start += 4 * W;
+        };
+        while (start + 4 * W <= columns) find(4);
+        if (start < columns) find(int((columns - start + W - 1) / W));
         std::memset(bytes + columns, 0, start - columns);
         if (more) std::memset(more_bytes + columns, 0, start - columns);
 #else
