@@ -1389,6 +1389,9 @@ struct Search {
             const F y = most(least(fma(x[j], slope, origin), last), set(0.0f));
             store(numbers + j * W, steps.shift ? by_distance(x[j], steps, half) : without_fraction(y), All{});
         }
+#if ADALOG_WIDE
+        asm("" : "+m"(numbers));  // GCC would take the numbers out of registers one by one, which is slower than loads
+#endif
         F thresholds[4];
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
