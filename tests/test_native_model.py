@@ -246,6 +246,8 @@ HOSTILE = [
     (setting(tape, "output", {"set": []}), "unknown structure"),
     (lambda header: tape(header).update(output={"dict": [["a" * 2000, tape(header)["output"]]]}), "more than 1024"),
     (setting(tape, "weights", 0, 1, [1, 2**24 + 1]), "invalid shape"),
+    (setting(tape, "weights", 0, 1, [1, 2**13, 2**12]), "invalid shape"),
+    (setting(tape, "weights", 0, 1, [1, 1, 1, 1]), "invalid shape"),
     (setting("bits", "a\u061c"), "do not print"),
     (setting(tape, first("linear"), "weights", 99), "does not list"),
     (setting(tape, first("linear"), "rows", 1.5), "cannot hold"),

@@ -69,11 +69,20 @@ def test_products_of_computed_operands(level, kind, widths, table, sizes, transp
 
 @every_level
 @few
-@given(kinds, widths, tables, st.tuples(*[st.integers(1, 3)] * 4), st.integers(0, 2), st.booleans(), seeds)
+@given(
+    kinds,
+    widths,
+    tables,
+    st.tuples(*[st.integers(1, n) for n in (3, 6, 3, 3)]),
+    st.integers(0, 2),
+    st.booleans(),
+    seeds,
+)
 def test_convolution(level, kind, widths, table, sizes, padding, own_offset, seed):
-    """With an offset that padding lacks, ones are a part of their own."""
+    """Terms lie by channel or by pixel. With an offset that padding lacks, ones are a part of their own."""
     batch, channels, stride, dilation = sizes
-    geometry, offset = ((stride, 1), (padding, 1), (dilation, 1), 1), 0.2 if own_offset and kind == "adalog" else 0.0
+    geometry = (stride, stride), (padding, 1), (dilation, dilation), 1
+    offset = 0.2 if own_offset and kind == "adalog" else 0.0
     shapes = (batch, channels, 9, 8), (5, channels, 3, 2)
     model, codes, _ = stored_product(
         torch.Generator().manual_seed(seed), kind, widths, table, *shapes, 0, (), geometry, offset

@@ -334,25 +334,27 @@ private:
 // A stored weight in the layout that kernels read, for one way of reading its left operand.
 class Weight {
 public:
-    Weight(const Tensors& file, const std::string& name, const int64_t (&shape)[2], const int64_t (&choices)[3],
+    // shape: outputs, terms or channels, and taps, which is 1 unless the terms lie channel by channel.
+    Weight(const Tensors& file, const std::string& name, const int64_t (&shape)[3], const int64_t (&choices)[3],
         Budget& budget) {
         const Stored &packed = file.at("codes/" + name), &zero = file.at("zero_point/" + name);
         const int64_t bits = choices[0];
         check(packed.bytes && packed.rank == 1 && zero.bytes, "weight %s is not stored as flat uint8", EXCERPT(name));
         check(zero.rank == 1 && zero.shape[0] == shape[0], "weight %s has other zero points", EXCERPT(name));
-        const Wide count = Wide(shape[0]) * shape[1];
+        const Wide count = Wide(shape[0]) * shape[1] * shape[2];
         check((count * bits + 7) / 8 == Wide(packed.size), "the codes of weight %s have another size", EXCERPT(name));
         const int unused = int(Wide(packed.size) * 8 - count * bits);
         check(!unused || !(packed.data[packed.size - 1] >> (8 - unused)),
             "the bits after the last code of weight %s are not zero", EXCERPT(name));
         // A panel of 16 columns with its terms padded to a multiple of 64, and 8 bytes per column and 64 panel columns.
-        const Wide columns = (Wide(shape[0]) + 15) / 16 * 16, terms = (Wide(shape[1]) + 63) / 64 * 64;
+        const Wide columns = (Wide(shape[0]) + 15) / 16 * 16, terms = (Wide(shape[1]) * shape[2] + 63) / 64 * 64;
         budget.take((bits <= 4 ? columns * terms / 2 : columns * terms) + columns * 16 + 1024);
         if (count > PTRDIFF_MAX) throw std::bad_alloc();
         std::unique_ptr<uint8_t[]> codes(new uint8_t[size_t(count)]);
         unpack(packed.data, packed.size, int(bits), size_t(count), codes.get());
+        if (shape[2] > 1) codes = by_pixel(codes.get(), shape);
         std::vector<int32_t> zeros(zero.data, zero.data + zero.size);
-        weights_.reset(adalog_weights(codes.get(), zeros.data(), shape[0], shape[1], int(bits), int(choices[1]),
+        weights_.reset(adalog_weights(codes.get(), zeros.data(), shape[0], shape[1] * shape[2], int(bits), int(choices[1]),
             int(choices[2])));
         if (!weights_) throw std::bad_alloc();
     }
@@ -363,6 +365,16 @@ private:
         void operator()(void* weights) const { adalog_weights_free(weights); }
     };
     std::unique_ptr<void, Free> weights_;
+
+    // Returns the codes with the channels of each tap together.
+    static std::unique_ptr<uint8_t[]> by_pixel(const uint8_t* codes, const int64_t (&shape)[3]) {
+        const int64_t channels = shape[1], taps = shape[2], terms = channels * taps;
+        std::unique_ptr<uint8_t[]> result(new uint8_t[size_t(shape[0] * terms)]);
+        for (int64_t row = 0; row < shape[0] * terms; row += terms)
+            for (int64_t c = 0; c < channels; c++)
+                for (int64_t t = 0; t < taps; t++) result[row + t * channels + c] = codes[row + c * taps + t];
+        return result;
+    }
 
     static void unpack(const uint8_t* packed, size_t size, int bits, size_t count, uint8_t* codes) {
         if (bits == 8) {
@@ -400,7 +412,11 @@ public:
         check(listed, "a weight is not [name, shape, bits, ...]");
         const std::string name(entry[0].text());
         int64_t shape[8], choices[3];
-        bool good = entry[1].shape(shape) == 2 && std::min(shape[0], shape[1]) > 0 && std::max(shape[0], shape[1]) <= MAX_SIDE;
+        const int rank = int(entry[1].shape(shape));
+        if (rank == 2) shape[2] = 1;
+        bool good = rank == 2 || rank == 3;
+        for (int i = 0; good && i < 3; i++) good = shape[i] > 0 && shape[i] <= MAX_SIDE;
+        good = good && shape[1] * shape[2] <= MAX_SIDE;
         for (size_t i = 0; i < 3; i++) {
             good = good && entry[2 + i].is_whole(0, 255);
             choices[i] = entry[2 + i].whole();
@@ -408,17 +424,17 @@ public:
         check(good && choices[0] >= 2 && choices[0] <= 8, "weight %s has an invalid shape or invalid numbers",
             EXCERPT(name));
         auto& layouts = made_[name];
-        const std::array<int64_t, 5> key{shape[0], shape[1], choices[0], choices[1], choices[2]};
+        const std::array<int64_t, 6> key{shape[0], shape[1], shape[2], choices[0], choices[1], choices[2]};
         auto there = layouts.find(key);
         if (there == layouts.end()) {
             check(layouts.size() < MAX_LAYOUTS, "weight %s is laid out in more than %d ways", EXCERPT(name),
                 MAX_LAYOUTS);
-            const int64_t sizes[2] = {shape[0], shape[1]};
+            const int64_t sizes[3] = {shape[0], shape[1], shape[2]};
             there = layouts.emplace(key, std::make_unique<Weight>(file_, name, sizes, choices, budget_)).first;
         }
         return there->second->get();
     }
-    using Made = std::map<std::string, std::map<std::array<int64_t, 5>, std::unique_ptr<Weight>>>;
+    using Made = std::map<std::string, std::map<std::array<int64_t, 6>, std::unique_ptr<Weight>>>;
     Made take() { return std::move(made_); }
 
 private:

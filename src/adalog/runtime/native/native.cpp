@@ -698,7 +698,7 @@ API unsigned adalog_features(void) {
 }
 
 // Returns the version of this interface. library.py refuses a library of another version.
-API int adalog_abi(void) { return 13; }
+API int adalog_abi(void) { return 14; }
 
 // Returns the name of a row of `FIELDS`, and writes its offset and size in bytes. Null after the last. library.py refuses a
 // library whose structures differ.

@@ -62,6 +62,19 @@ def is_depthwise(site: IntegerSite) -> bool:
     return weight is not None and site.groups > 1 and len(weight) == site.groups and weight.shape[1] == 1
 
 
+def by_pixel(site: IntegerSite) -> bool:
+    """Return True if the terms of a convolution lie pixel by pixel, or False if they lie channel by channel.
+
+    Kernels write images with their channels last. A row of a patch is then one run of bytes, which is quick to copy.
+    """
+    if site.geometry is None or site.weight is None:
+        return False
+    channels = site.weight.shape[1]
+    kernel, stride, padding, dilation = (across for _, across in site.window)
+    within_limits = channels * max(kernel, stride, padding) <= 1 << 16  # `sizes_of` in native.cpp
+    return channels > 3 and dilation == 1 and within_limits
+
+
 def _per_head(quantizer: Quantizer) -> bool:
     """Return True if scales differ at most between the heads of (..., heads, rows, columns)."""
     shape = quantizer.scale.shape
@@ -129,7 +142,10 @@ class ByteProduct:
         if self.site.geometry is None:
             return [plane.reshape(-1, self.site.terms).contiguous() for plane in left]
         fill = zero_point(self.site.left)
-        return [self.site.rows(plane, fill).reshape(-1, self.site.terms) for plane in left]
+        rows = [self.site.rows(plane, fill).reshape(-1, self.site.terms) for plane in left]
+        if not by_pixel(self.site):
+            return rows
+        return [plane.unflatten(1, (left[0].shape[1], -1)).transpose(1, 2).flatten(1).contiguous() for plane in rows]
 
     def accumulate(self, left: Planes, right: Planes | None = None) -> list[Tensor]:
         """Return the same sums as `reference.CodeProduct.accumulate`, from bytes."""
@@ -186,7 +202,7 @@ class DepthwiseProduct:
             factors=self.factors.data_ptr(),
             pairs=len(self.factors),
             out=out,
-            **window_fields(self.site, image.permute(0, 3, 1, 2)),
+            **window_fields(self.site.window, image.permute(0, 3, 1, 2)),
         )
 
     def accumulate(self, left: Planes, right: None = None) -> list[Tensor]:
@@ -206,7 +222,7 @@ def weights_of(site: IntegerSite) -> abi.Weights:
     """Return the stored weight of a site in the layout of the kernels."""
     assert site.weight is not None
     assert isinstance(site.right, UniformQuantizer)
-    codes = site.weight.flatten(1).contiguous()
+    codes = (site.weight.permute(0, 2, 3, 1) if by_pixel(site) else site.weight).flatten(1).contiguous()
     zero = site.right.zero_point.reshape(-1).expand(len(codes)).to(torch.int32).contiguous()
     choices = site.right.bits, zero_point(site.left), top_of(entries_of(site.left))
     return abi.Weights(codes.numpy(), zero.numpy(), site.name, choices)
@@ -244,9 +260,9 @@ def _planes(planes: Planes) -> dict[str, int | None]:
     return {"data": low, "more": high[0] if high else None, "bytes": min(map(bytes_behind, planes))}
 
 
-def window_fields(site: IntegerSite, image: Tensor) -> dict[str, Any]:
+def window_fields(window: Sequence[Sequence[int]], image: Tensor) -> dict[str, Any]:
     """Return the fields of a convolution's images, (B, C, H, W) in any memory order, and of the outputs' window."""
-    pairs = zip(("kernel", "stride", "padding", "dilation"), site.window, strict=True)
+    pairs = zip(("kernel", "stride", "padding", "dilation"), window, strict=True)
     return {
         "data": image.data_ptr(),
         "bytes": bytes_behind(image),
