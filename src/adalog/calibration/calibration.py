@@ -149,7 +149,9 @@ class Calibration:
         self.seed = seed
         self.groups = group_sites(self.sites, self.pairs)
         if not self.sites:
-            raise CalibrationError(f"{type(model).__name__} has no multiplication that can be quantized")
+            reasons = dict.fromkeys(site.refusal for site in find_refused(self.program))
+            because = f": {', and '.join(reasons)}" if reasons else ""
+            raise CalibrationError(f"{type(model).__name__} has no multiplication that can be quantized{because}")
         self._blocks = find_blocks(self.program)
         self._memory = memory = default_memory(self.images[0].device) if memory is None else memory
         self._one_by_one = not waits_for_launches(self.images[0].device)

@@ -80,8 +80,10 @@ def methods_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def _choice(value: Any) -> str:
     """Format a choice as text; a search is its kind, followed by its own choices in brackets."""
+    if isinstance(value, (list, tuple)):
+        return " and ".join(map(_choice, value)) or "none"
     if not isinstance(value, dict):
-        return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        return str(value)
     inner = ", ".join(f"{name} = {_choice(item)}" for name, item in value.items() if name != "kind")
     return f"{value['kind']} ({inner})" if inner else str(value["kind"])
 

@@ -253,7 +253,11 @@ def choose(
         least = sum(costs.min(axis=0) for costs in table) + besides
         texts = zip(("a loss of {:.4g}", "{:,.0f} bytes", "{:,.0f} BOPs"), least, limits, strict=True)
         names = [text.format(low) for text, low, limit in texts if limit < math.inf]
-        raise DataError(f"no choice of widths meets the budget; each limit alone can be as low as {', '.join(names)}")
+        measured = ", ".join(map(str, sorted({row.bits for row in measurement.rows})))
+        raise DataError(
+            f"no choice of widths meets the budget; each limit alone can be as low as {', '.join(names)} with the "
+            f"measured widths, {measured} bits: choose larger limits, or measure smaller widths"
+        )
     return _plan(measurement, [choices[index] for choices, index in zip(options, choice, strict=True)])
 
 
