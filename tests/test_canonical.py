@@ -272,3 +272,58 @@ def test_grouped_attention_is_searched_at_four_bits():
     choices = replace(tokens_config("w4a4", "adalog"), search=adalog.Search(rounds=1, steps=0), stages=())
     qmodel = adalog.quantize(attention(enable_gqa=True), TOKENS, choices)
     assert all(math.isfinite(row.sqnr) for row in qmodel.ledger)
+
+
+# --- operations that are joined --------------------------------------------------------------------------------------
+
+ROOT = math.sqrt(2 / math.pi)
+JOINED = {
+    "gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
+    "gelu, gate first": lambda x: (torch.erf(x * 0.7071067811865476) + 1) * (x * 0.5),
+    "gelu, stored root": lambda x: x * (1 + torch.erf(x / torch.sqrt(torch.tensor(2.0)))) / 2,
+    "gelu, of a multiple": lambda x: (y := 1.5 * x) * 0.5 * (1 + torch.erf(y / math.sqrt(2))),
+    "gelu, tanh": lambda x: 0.5 * x * (1 + torch.tanh(ROOT * (x + 0.044715 * torch.pow(x, 3)))),
+    "gelu, tanh of products": lambda x: x * 0.5 * (1 + torch.tanh(x * 0.7978845608 * (1 + 0.044715 * x * x))),
+    "silu": lambda x: x * torch.sigmoid(x),
+    "silu, quotient": lambda x: x / (1 + torch.exp(-x)),
+    "mish": lambda x: x * torch.tanh(F.softplus(x)),
+    "hardswish": lambda x: x * F.relu6(x + 3) / 6,
+}
+KEPT = {
+    "quick gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "another root": lambda x: 0.5 * x * (1 + torch.erf(x / 1.5)),
+    "two values": lambda x: 0.5 * x * (1 + torch.erf(x.flip(-1) / math.sqrt(2))),
+}
+
+
+@pytest.mark.parametrize("name", [*JOINED, *KEPT])
+def test_an_activation_of_several_operations_becomes_one(name):
+    function = (JOINED | KEPT)[name]
+    model = Toy(lambda model, x: model.head(function(x)), head=nn.Linear(8, 3))
+    names = ops(check_capture(model, MORE_TOKENS))
+    assert (name.partition(",")[0].partition(" ")[0] in names) == (name in JOINED)
+    assert bool({"erf", "tanh", "sigmoid", "exp", "softplus", "relu6"} & {*names}) == (name in KEPT)
+
+
+def exponentials(x):
+    return torch.exp(x - x.max(-1, keepdim=True)[0])
+
+
+SOFTMAX = {
+    "max": lambda x: (e := exponentials(x)) / e.sum(-1, keepdim=True),
+    "amax": lambda x: (e := torch.exp(x - x.amax(-1, keepdim=True))) / e.sum(-1, keepdim=True),
+    "nothing subtracted": lambda x: (e := torch.exp(x)) / e.sum(dim=1, keepdim=True),
+}
+NO_SOFTMAX = {
+    "softmax plus one": lambda x: (e := exponentials(x)) / (1 + e.sum(-1, keepdim=True)),
+    "all of one matrix": lambda x: (e := exponentials(x)) / e.sum((-2, -1), keepdim=True),
+    "another sum": lambda x: exponentials(x) / torch.exp(x).sum(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", [*SOFTMAX, *NO_SOFTMAX])
+def test_a_softmax_of_several_operations_becomes_one(name):
+    function = (SOFTMAX | NO_SOFTMAX)[name]
+    model = Toy(lambda model, x: model.head(function(x)), head=nn.Linear(8, 3))
+    names = ops(check_capture(model, MORE_TOKENS))
+    assert names == ["softmax", "linear"] if name in SOFTMAX else "softmax" not in names

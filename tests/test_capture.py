@@ -271,7 +271,7 @@ def in_place_activations(model, x):
     [
         (in_place_activations, "conv2d relu hardswish elu"),
         (lambda m, x: x * torch.sigmoid(1.702 * x), "mul sigmoid mul"),
-        (lambda m, x: x * torch.sigmoid(1.0 * x), "mul sigmoid mul"),
+        (lambda m, x: x * torch.sigmoid(1.0 * x), "silu"),
         (shared, "mean flatten linear linear linear"),
         (computed_parameters, "mean linear"),
         (lambda m, x: x.mean((2, 3)) @ m.table.T, "mean linear"),  # a product with a stored matrix

@@ -3,11 +3,13 @@
 `capture` applies `UNFOLDED` to single operations as it reads them. `canonical` applies `REWRITES` to the whole program,
 in this order:
 
+    join_softmax          exp(x - max x) / sum(...)          -> softmax(x)
     softmax_left          V^T A^T                            -> (A V)^T
     share_equal_values    the same operation, twice          -> once
     choose_by_masks       x[mask] = y[mask]                  -> where(mask, y, x)
     store_parameters      a parameter computed from tensors  -> a stored tensor;   x W -> linear(x, W^T)
     store_constants       an operation outside the whitelist on tensors that no input reaches -> a stored tensor
+    join_activations      x (1 + erf(x / sqrt 2)) / 2        -> gelu(x), and the same for others
     fold_batch_norms      batch_norm(conv(x))                -> conv(x), with other weights
 """
 
@@ -21,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.graph.operations import OPERATIONS, PRODUCTS, aten
+from adalog.graph.activations import BY_OPERATION
+from adalog.graph.operations import OPERATIONS, PRODUCTS, aten, resolve
 from adalog.graph.program import Arg, Node, Program, Ref, map_refs
 from adalog.graph.sites import find_source
 
@@ -472,6 +475,40 @@ UNFOLDED: Mapping[str, Callable[[OpCall], Any]] = {
 # --- whole programs --------------------------------------------------------------------------------------------------
 
 
+def join_softmax(program: Program) -> Program:
+    """Rewrite a softmax that several operations compute to one operation."""
+    makers = program.makers
+
+    def maker(value: Any, *ops: str) -> Node | None:
+        node = makers.get(value.name) if isinstance(value, Ref) else None
+        return node if node is not None and node.op in ops else None
+
+    def is_largest(value: Any, x: Any, dim: int) -> bool:
+        part = maker(value, "getitem")  # max.dim returns values and indices
+        largest = maker(value if part is None else part.args[0], "aten.amax.default", "aten.max.dim")
+        if largest is None or largest.kwargs:
+            return False
+        of, dims, *keeps = largest.args
+        return of == x and dims in (dim, [dim], (dim,)) and keeps == [True]
+
+    def joined(node: Node) -> Node:
+        if node.op != "aten.div.Tensor":
+            return node
+        powers, total = maker(node.args[0], "aten.exp.default"), maker(node.args[1], "aten.sum.dim_IntList")
+        if powers is None or total is None or len(total.args) != 3 or len(total.args[1]) != 1:
+            return node
+        value, (dim,), keeps = total.args
+        if value != node.args[0] or not keeps or total.kwargs:
+            return node
+        x = powers.args[0]
+        shifted = maker(x, "aten.sub.Tensor")
+        if shifted is not None and is_largest(shifted.args[1], shifted.args[0], dim):
+            x = shifted.args[0]
+        return replace(node, op="aten.softmax.int", args=(x, dim))
+
+    return replace(program, nodes=tuple(map(joined, program.nodes))).prune()
+
+
 def softmax_left(program: Program) -> Program:
     """Rewrite V^T A^T as (A V)^T, so that a softmax is always the left operand of its product."""
     nodes: list[Node] = []
@@ -653,6 +690,72 @@ def _name_in(taken: set[str], node: Node, part: str) -> str:
     return name
 
 
+# What may compute an activation, and how many such operations do at the most.
+_POINTWISE = set(BY_OPERATION) | aten(
+    "add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar "
+    "pow.Tensor_Scalar square.default sqrt.default neg.default reciprocal.default exp.default erf.default "
+    "softplus.default hardtanh.default clamp.default"
+)
+_PARTS = 16
+_JOINED: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((op, {}) for op, row in BY_OPERATION.items() if row.power_law),
+    ("aten.gelu.default", {"approximate": "tanh"}),
+)
+
+
+def join_activations(program: Program) -> Program:
+    """Rewrite an activation that several operations compute to one operation.
+
+    Their values for numbers from -12 to 12 decide, so it does not matter how the activation is written.
+    """
+    grid = torch.linspace(-12, 12, 241, dtype=torch.float64)
+    wanted = [(op, kwargs, resolve(op)(grid, **kwargs)) for op, kwargs in _JOINED]
+
+    def parts_of(node: Node) -> list[Node]:
+        """Return the pointwise operations that compute a value, itself first, or some of them if there are many."""
+        parts = [node]
+        for part in parts:
+            makers = (program.makers.get(name) for name in part.refs())
+            parts += [maker for maker in makers if maker and maker.op in _POINTWISE and maker not in parts]
+            if len(parts) > _PARTS:
+                break
+        return parts
+
+    def compute(parts: Sequence[Node], x: str) -> Tensor | None:
+        """Return the values of the first part for all x of the grid, or None if it depends on other values."""
+        values: dict[str, Any] = {x: grid}
+        own = {part.name: part for part in parts}
+
+        def value(ref: Ref) -> Any:
+            if ref.name not in values:
+                stored = program.tensors.get(ref.name)
+                if stored is not None and stored.numel() == 1 and stored.is_floating_point():
+                    values[ref.name] = stored.cpu().double().reshape(())
+                else:
+                    part = own[ref.name].map_refs(value)
+                    values[ref.name] = resolve(part.op)(*part.args, **part.kwargs)
+            return values[ref.name]
+
+        try:
+            result: Tensor = value(Ref(parts[0].name))
+        except (KeyError, TypeError, RuntimeError):
+            return None
+        return result
+
+    def joined(node: Node) -> Node:
+        if node.op not in aten("mul.Tensor mul.Scalar div.Tensor div.Scalar"):
+            return node
+        parts = parts_of(node)
+        for x in dict.fromkeys(name for part in parts for name in part.refs()):
+            found = compute(parts, x) if len(parts) > 1 else None
+            for op, kwargs, values in wanted:
+                if found is not None and found.shape == grid.shape and torch.allclose(found, values, 0, 1e-6):
+                    return replace(node, op=op, args=(Ref(x),), kwargs=kwargs)
+        return node
+
+    return replace(program, nodes=tuple(map(joined, program.nodes))).prune()
+
+
 def fold_batch_norms(program: Program) -> Program:
     """Fold each batch norm into the convolution before it.
 
@@ -690,11 +793,13 @@ def fold_batch_norms(program: Program) -> Program:
 
 
 REWRITES: tuple[Callable[[Program], Program], ...] = (
+    join_softmax,
     softmax_left,
     share_equal_values,
     choose_by_masks,
     store_parameters,
     store_constants,
+    join_activations,
     fold_batch_norms,
 )
 

@@ -201,7 +201,7 @@ def find_source(program: Program, name: str) -> Source:
         return Source(BY_OPERATION[node.op].name, name, minimum)
     gain = _quick_gelu_gain(program.makers, node)
     if gain is not None:
-        return Source("silu" if gain == 1 else "quick_gelu", name, minimum_of(lambda x: x * torch.sigmoid(gain * x)))
+        return Source("quick_gelu", name, minimum_of(lambda x: x * torch.sigmoid(gain * x)))
     return Source("other", name)
 
 
@@ -213,8 +213,6 @@ def _quick_gelu_gain(makers: Mapping[str, Node], node: Node) -> float | None:
         gate = makers.get(gate_ref.name)
         if gate is None or gate.op != "aten.sigmoid.default":
             continue
-        if gate.args[0] == x:
-            return 1.0
         inner = makers.get(gate.args[0].name)
         if inner is not None and inner.op in ("aten.mul.Tensor", "aten.mul.Scalar"):
             numbers = [arg for arg in inner.args if isinstance(arg, (int, float))]
