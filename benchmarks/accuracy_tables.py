@@ -16,6 +16,7 @@ FRONT_PAGE = ("adalog", "adalog-paper", "repq-vit", "ptq4vit")
 DEIT_T = {
     "tables-deit_tiny": "Methods, from 32 images",
     "tables-deit_tiny-ablations": "Quantizers and searches, from 32 images",
+    "tables-deit_tiny-draws": "Methods at 4 bits, from three draws of 32 images",
     "tables-deit_tiny-few": "The released search, from 8 images",
     "tables-deit_tiny-few-w6a6": "The released search at 6 bits, from 8 images",
 }
