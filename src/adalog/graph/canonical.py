@@ -729,8 +729,8 @@ def join_activations(program: Program) -> Program:
         def value(ref: Ref) -> Any:
             if ref.name not in values:
                 stored = program.tensors.get(ref.name)
-                if stored is not None and stored.numel() == 1 and stored.is_floating_point():
-                    values[ref.name] = stored.cpu().double().reshape(())
+                if stored is not None and stored.ndim == 0 and stored.is_floating_point():
+                    values[ref.name] = stored.cpu().double()
                 else:
                     part = own[ref.name].map_refs(value)
                     values[ref.name] = resolve(part.op)(*part.args, **part.kwargs)
