@@ -291,6 +291,7 @@ JOINED = {
 }
 KEPT = {
     "quick gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "clamped": lambda x: x.clamp(-15, 15) * torch.sigmoid(x),
     "another root": lambda x: 0.5 * x * (1 + torch.erf(x / 1.5)),
     "two values": lambda x: 0.5 * x * (1 + torch.erf(x.flip(-1) / math.sqrt(2))),
 }

@@ -204,7 +204,7 @@ class Config:
         if match is None:
             raise ValueError(f"bits = {bits!r} is not of the form w4a4 or w4a4s3")
         if method not in METHODS:
-            similar = difflib.get_close_matches(method, METHODS, 1, 0)[0]
+            similar = difflib.get_close_matches(str(method), METHODS, 1, 0)[0]
             raise ValueError(f"method = {method!r} is not one of {', '.join(METHODS)}; the closest is {similar}")
         weight, activation, softmax = (int(digit or match[2]) for digit in match.groups())
         return Config(weight_bits=weight, activation_bits=activation, softmax_bits=softmax, **METHODS[method].choices)

@@ -495,7 +495,7 @@ def join_softmax(program: Program) -> Program:
         if node.op != "aten.div.Tensor":
             return node
         powers, total = maker(node.args[0], "aten.exp.default"), maker(node.args[1], "aten.sum.dim_IntList")
-        if powers is None or total is None or len(total.args) != 3 or len(total.args[1]) != 1:
+        if powers is None or total is None or len(total.args) != 3 or len(total.args[1] or ()) != 1:
             return node
         value, (dim,), keeps = total.args
         if value != node.args[0] or not keeps or total.kwargs:
@@ -690,11 +690,11 @@ def _name_in(taken: set[str], node: Node, part: str) -> str:
     return name
 
 
-# What may compute an activation, and how many such operations do at the most.
+# What may compute an activation, and how many such operations do at the most. No clamps: they may act beyond the grid.
 _POINTWISE = set(BY_OPERATION) | aten(
     "add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar "
     "pow.Tensor_Scalar square.default sqrt.default neg.default reciprocal.default exp.default erf.default "
-    "softplus.default hardtanh.default clamp.default"
+    "softplus.default"
 )
 _PARTS = 16
 _JOINED: tuple[tuple[str, dict[str, Any]], ...] = (
