@@ -128,8 +128,11 @@ def test_a_budget_that_nothing_meets_says_what_could_be():
     found = problem(5)
     least = int(every_choice(found)[:, 1].min())
     told = f"no choice of widths meets the budget; each limit alone can be as low as {least:,} bytes"
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=told) as refusal:
         choose(found, Budget(least - 1))
+    measured = {row.bits for row in found.rows}
+    assert ("or measure smaller widths" in str(refusal.value)) == (min(measured) > 2)
+    assert f"{min(measured)}, " in str(refusal.value)
     assert choose(found, Budget(least)).totals.bytes == least
 
 

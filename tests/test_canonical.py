@@ -292,6 +292,7 @@ JOINED = {
 KEPT = {
     "quick gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "clamped": lambda x: x.clamp(-15, 15) * torch.sigmoid(x),
+    "large values": lambda x: x * (torch.sigmoid(x) + F.relu(x - 20)),
     "another root": lambda x: 0.5 * x * (1 + torch.erf(x / 1.5)),
     "two values": lambda x: 0.5 * x * (1 + torch.erf(x.flip(-1) / math.sqrt(2))),
 }
@@ -318,6 +319,7 @@ SOFTMAX = {
 NO_SOFTMAX = {
     "softmax plus one": lambda x: (e := exponentials(x)) / (1 + e.sum(-1, keepdim=True)),
     "all of one matrix": lambda x: (e := exponentials(x)) / e.sum((-2, -1), keepdim=True),
+    "sum of all": lambda x: (e := torch.exp(x)) / e.sum(None, keepdim=True),
     "another sum": lambda x: exponentials(x) / torch.exp(x).sum(-1, keepdim=True),
 }
 

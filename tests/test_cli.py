@@ -147,6 +147,8 @@ def test_methods(tmp_path, monkeypatch, capsys):
     assert "repq-vit" in table
     assert "ICCV" in table
     assert "apq-vit (our reading)" in table
+    assert "stages = none" in " ".join(table.split())
+    assert not any(sign in table for sign in "{}[]")
     assert json.loads((tmp_path / "methods").read_text()) == rows
 
 

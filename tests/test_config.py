@@ -179,6 +179,8 @@ def test_methods_tell_their_sources_and_choices():
             lambda: Config.preset("w4a4", "gptq"),
             r"^method = 'gptq' is not one of uniform, .*, adalog, adalog\+, adalog\+\+, adalog-paper, adalog-",
         ),
+        (lambda: Config.preset("w4a4", "repqvit"), "; the closest is repq-vit$"),
+        (lambda: Config.preset("w4a4", None), "^method = None is not one of"),
         *(
             (lambda name=name: Config.preset(name), r"is not of the form w4a4 or w4a4s3")
             for name in ("", "4", "w4", "a4w4", "w4a4s", "w4a4 ", "W4A4", "w4a4s3x")

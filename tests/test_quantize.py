@@ -195,6 +195,9 @@ def test_half_precision_is_quantized_in_float32(tiny, images, fast, dtype):
 def test_a_model_without_multiplications_is_refused():
     with pytest.raises(CalibrationError, match="no multiplication"):
         adalog.quantize(Toy(lambda _, x: x + 1).eval(), IMAGES, CONFIG)
+    model = Toy(lambda model, x: model.conv(x.flatten(2)), conv=nn.Conv1d(3, 4, 1)).eval()
+    with pytest.raises(CalibrationError, match="can be quantized: conv1d is neither a linear, a 2-D convolution nor"):
+        adalog.quantize(model, IMAGES, CONFIG)
 
 
 # --- activations that may go either way ------------------------------------------------------------------------------

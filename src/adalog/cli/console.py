@@ -243,7 +243,7 @@ def check_outputs(*paths: Path | str | None, reads: Sequence[Path | str | None] 
         if real in resolved:
             raise DataError(f"{path} is also an input or another output of this command: choose another file")
         within = [folder for folder in folders if folder in real.parents]
-        if within and real.is_file() and ".partial" not in real.suffixes:
+        if within and real.is_file() and real.suffix != ".partial":
             raise DataError(
                 f"{path} is a file of the input folder {within[0]}: choose another file, or remove it first"
             )

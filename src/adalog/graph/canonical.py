@@ -475,38 +475,41 @@ UNFOLDED: Mapping[str, Callable[[OpCall], Any]] = {
 # --- whole programs --------------------------------------------------------------------------------------------------
 
 
+def _find_maker(program: Program, value: Any, *ops: str) -> Node | None:
+    """Return the node that computes a value, if one of these operations does."""
+    node = program.makers.get(value.name) if isinstance(value, Ref) else None
+    return node if node is not None and node.op in ops else None
+
+
 def join_softmax(program: Program) -> Program:
     """Rewrite a softmax that several operations compute to one operation."""
-    makers = program.makers
-
-    def maker(value: Any, *ops: str) -> Node | None:
-        node = makers.get(value.name) if isinstance(value, Ref) else None
-        return node if node is not None and node.op in ops else None
+    find_maker = partial(_find_maker, program)
 
     def is_largest(value: Any, x: Any, dim: int) -> bool:
-        part = maker(value, "getitem")  # max.dim returns values and indices
-        largest = maker(value if part is None else part.args[0], "aten.amax.default", "aten.max.dim")
+        part = find_maker(value, "getitem")  # max.dim returns values and indices
+        largest = find_maker(value if part is None else part.args[0], "aten.amax.default", "aten.max.dim")
         if largest is None or largest.kwargs:
             return False
         of, dims, *keeps = largest.args
         return of == x and dims in (dim, [dim], (dim,)) and keeps == [True]
 
-    def joined(node: Node) -> Node:
+    def join(node: Node) -> Node:
         if node.op != "aten.div.Tensor":
             return node
-        powers, total = maker(node.args[0], "aten.exp.default"), maker(node.args[1], "aten.sum.dim_IntList")
+        powers = find_maker(node.args[0], "aten.exp.default")
+        total = find_maker(node.args[1], "aten.sum.dim_IntList")
         if powers is None or total is None or len(total.args) != 3 or len(total.args[1] or ()) != 1:
             return node
         value, (dim,), keeps = total.args
         if value != node.args[0] or not keeps or total.kwargs:
             return node
         x = powers.args[0]
-        shifted = maker(x, "aten.sub.Tensor")
+        shifted = find_maker(x, "aten.sub.Tensor")
         if shifted is not None and is_largest(shifted.args[1], shifted.args[0], dim):
             x = shifted.args[0]
         return replace(node, op="aten.softmax.int", args=(x, dim))
 
-    return replace(program, nodes=tuple(map(joined, program.nodes))).prune()
+    return replace(program, nodes=tuple(map(join, program.nodes))).prune()
 
 
 def softmax_left(program: Program) -> Program:
@@ -553,8 +556,8 @@ def choose_by_masks(program: Program) -> Program:
     """Rewrite x[mask] = y[mask] to where(mask, y, x), whose size does not depend on the values of the mask."""
 
     def args_of(op: str, value: Any) -> tuple[Arg, ...]:
-        node = program.makers.get(value.name) if isinstance(value, Ref) else None
-        return node.args if node is not None and node.op == op else ()
+        node = _find_maker(program, value, op)
+        return () if node is None else node.args
 
     def choose(node: Node) -> Node:
         if node.op != "aten.masked_scatter.default":
@@ -690,7 +693,8 @@ def _name_in(taken: set[str], node: Node, part: str) -> str:
     return name
 
 
-# What may compute an activation, and how many such operations do at the most. No clamps: they may act beyond the grid.
+# What may compute an activation, and how many such operations do at the most. Clamps are left out, because they may act
+# beyond the grid.
 _POINTWISE = set(BY_OPERATION) | aten(
     "add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar "
     "pow.Tensor_Scalar square.default sqrt.default neg.default reciprocal.default exp.default erf.default "
@@ -706,9 +710,10 @@ _JOINED: tuple[tuple[str, dict[str, Any]], ...] = (
 def join_activations(program: Program) -> Program:
     """Rewrite an activation that several operations compute to one operation.
 
-    Their values for numbers from -12 to 12 decide, so it does not matter how the activation is written.
+    Their values on a grid decide, so it does not matter how the activation is written. The grid is dense near 0 and
+    reaches -300 and 300, so that a part which acts only on large values is seen.
     """
-    grid = torch.linspace(-12, 12, 241, dtype=torch.float64)
+    grid = torch.linspace(-6.4, 6.4, 257, dtype=torch.float64).sinh()
     wanted = [(op, kwargs, resolve(op)(grid, **kwargs)) for op, kwargs in _JOINED]
 
     def parts_of(node: Node) -> list[Node]:
@@ -742,18 +747,18 @@ def join_activations(program: Program) -> Program:
             return None
         return result
 
-    def joined(node: Node) -> Node:
+    def join(node: Node) -> Node:
         if node.op not in aten("mul.Tensor mul.Scalar div.Tensor div.Scalar"):
             return node
         parts = parts_of(node)
         for x in dict.fromkeys(name for part in parts for name in part.refs()):
-            found = compute(parts, x) if len(parts) > 1 else None
+            computed = compute(parts, x) if len(parts) > 1 else None
             for op, kwargs, values in wanted:
-                if found is not None and found.shape == grid.shape and torch.allclose(found, values, 0, 1e-6):
+                if computed is not None and computed.shape == grid.shape and torch.allclose(computed, values, 0, 1e-6):
                     return replace(node, op=op, args=(Ref(x),), kwargs=kwargs)
         return node
 
-    return replace(program, nodes=tuple(map(joined, program.nodes))).prune()
+    return replace(program, nodes=tuple(map(join, program.nodes))).prune()
 
 
 def fold_batch_norms(program: Program) -> Program:

@@ -23,7 +23,7 @@ from adalog.errors import DataError
 from adalog.model import QuantizedModel
 from adalog.quantizers import FLOAT_BITS
 from adalog.study.cost import cost
-from adalog.study.sensitivity import Sensitivity, Unit, units_of
+from adalog.study.sensitivity import WIDTHS, Sensitivity, Unit, units_of
 
 _TRIES = 8  # plans to make at most; each knows the file's bytes besides the codes better
 _HEADER_PER_SITE = 700  # bytes of the program per site, roughly
@@ -253,10 +253,11 @@ def choose(
         least = sum(costs.min(axis=0) for costs in table) + besides
         texts = zip(("a loss of {:.4g}", "{:,.0f} bytes", "{:,.0f} BOPs"), least, limits, strict=True)
         names = [text.format(low) for text, low, limit in texts if limit < math.inf]
-        measured = ", ".join(map(str, sorted({row.bits for row in measurement.rows})))
+        widths = sorted({row.bits for row in measurement.rows})
+        smaller = ", or measure smaller widths" if widths[0] > min(WIDTHS) else ""
         raise DataError(
             f"no choice of widths meets the budget; each limit alone can be as low as {', '.join(names)} with the "
-            f"measured widths, {measured} bits: choose larger limits, or measure smaller widths"
+            f"measured widths, {', '.join(map(str, widths))} bits: choose larger limits{smaller}"
         )
     return _plan(measurement, [choices[index] for choices, index in zip(options, choice, strict=True)])
 

@@ -203,8 +203,7 @@ class _Emitter:
         if math.prod((*kernel, *stride)) == 1 and not any(padding):  # each pixel is a row
             return [layout.dense(plane.permute(0, 2, 3, 1)).view(-1, site.terms) for plane in left]
         count = len(images) * math.prod(site.sizes(images.shape))
-        order = (0, 2, 3, 1) if products.by_pixel(site) else (0, 1, 2, 3)
-        return [_gather_patches(layout, site, layout.dense(plane.permute(order)), count) for plane in left]
+        return [_gather_patches(layout, site, plane, count) for plane in left]
 
     def _matrices(self, step: steps.MatmulStep) -> Any:
         layout, site = self.layout, self._functions[step.product].site
@@ -349,17 +348,15 @@ def _activate(layout: Layout, value: Tensor, activation: str) -> Tensor:
 
 
 def _gather_patches(layout: Layout, site: IntegerSite, plane: Tensor, count: int) -> Tensor:
-    """Return the patch of the images behind each of the `count` pixels of a convolution's output: (count, I).
-
-    plane: (B, C, H, W); or (B, H, W, C), which is read as an image of one channel with C columns per pixel.
-    """
+    """Return the patch of the images behind each of the `count` pixels of a convolution's output: (count, I)."""
+    window: Sequence[Sequence[int]] = site.window
+    if products.is_by_pixel(site):  # an image (B, H, W, C) is read as one channel with C columns per pixel
+        *sizes, dilation = window
+        window = (*((down, across * plane.shape[1]) for down, across in sizes), dilation)
+        plane = layout.dense(plane.permute(0, 2, 3, 1)).flatten(2).unsqueeze(1)
+    plane = layout.dense(plane)
     out = layout.take_scratch((count, site.terms), torch.uint8)
     place = {"out": out.data_ptr(), "out_bytes": products.bytes_behind(out), "row": site.terms}
-    window: Sequence[Sequence[int]] = site.window
-    if products.by_pixel(site):
-        *sizes, dilation = window
-        channels, plane = plane.shape[3], plane.flatten(2).unsqueeze(1)
-        window = (*((down, across * channels) for down, across in sizes), dilation)
     fields = products.window_fields(window, plane)
     layout.call("patches", abi.Patches(**fields, fill=products.zero_point(site.left), **place))
     return out

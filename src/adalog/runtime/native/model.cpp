@@ -352,7 +352,7 @@ public:
         if (count > PTRDIFF_MAX) throw std::bad_alloc();
         std::unique_ptr<uint8_t[]> codes(new uint8_t[size_t(count)]);
         unpack(packed.data, packed.size, int(bits), size_t(count), codes.get());
-        if (shape[2] > 1) codes = by_pixel(codes.get(), shape);
+        if (shape[2] > 1) codes = sort_by_pixel(codes.get(), shape);
         std::vector<int32_t> zeros(zero.data, zero.data + zero.size);
         weights_.reset(adalog_weights(codes.get(), zeros.data(), shape[0], shape[1] * shape[2], int(bits), int(choices[1]),
             int(choices[2])));
@@ -367,7 +367,7 @@ private:
     std::unique_ptr<void, Free> weights_;
 
     // Returns the codes with the channels of each tap together.
-    static std::unique_ptr<uint8_t[]> by_pixel(const uint8_t* codes, const int64_t (&shape)[3]) {
+    static std::unique_ptr<uint8_t[]> sort_by_pixel(const uint8_t* codes, const int64_t (&shape)[3]) {
         const int64_t channels = shape[1], taps = shape[2], terms = channels * taps;
         std::unique_ptr<uint8_t[]> result(new uint8_t[size_t(shape[0] * terms)]);
         for (int64_t row = 0; row < shape[0] * terms; row += terms)

@@ -1378,7 +1378,7 @@ struct Search {
     INLINE explicit Search(const Steps& s) : steps(s) {}
 #endif
 #if ADALOG_LEVEL
-    // Finds the values for W inputs in each of the first `vectors` vectors by buckets; the other values become 0.
+    // Finds the values for the first `vectors` of four vectors by buckets. The other values become 0.
     INLINE void in_buckets(const F (&x)[4], int vectors, I (&values)[4]) const {
         alignas(64) int32_t numbers[4 * W];
         const F slope = set(steps.slope), origin = set(steps.origin), last = set(float(steps.count - 1));
@@ -2517,7 +2517,7 @@ INLINE void softmax(const Attention& of, const Search<MOST>& search, int32_t* su
             if (more) store(more_bytes + start, high);
             start += 4 * W;
         };
-        while (start + 4 * W <= columns) find(4);
+        while (start + 4 * W <= columns) find(4);  // without branches for vectors that are left out
         if (start < columns) find(int((columns - start + W - 1) / W));
         std::memset(bytes + columns, 0, start - columns);
         if (more) std::memset(more_bytes + columns, 0, start - columns);

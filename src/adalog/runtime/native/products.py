@@ -62,7 +62,7 @@ def is_depthwise(site: IntegerSite) -> bool:
     return weight is not None and site.groups > 1 and len(weight) == site.groups and weight.shape[1] == 1
 
 
-def by_pixel(site: IntegerSite) -> bool:
+def is_by_pixel(site: IntegerSite) -> bool:
     """Return True if the terms of a convolution lie pixel by pixel, or False if they lie channel by channel.
 
     Kernels write images with their channels last. A row of a patch is then one run of bytes, which is quick to copy.
@@ -143,7 +143,7 @@ class ByteProduct:
             return [plane.reshape(-1, self.site.terms).contiguous() for plane in left]
         fill = zero_point(self.site.left)
         rows = [self.site.rows(plane, fill).reshape(-1, self.site.terms) for plane in left]
-        if not by_pixel(self.site):
+        if not is_by_pixel(self.site):
             return rows
         return [plane.unflatten(1, (left[0].shape[1], -1)).transpose(1, 2).flatten(1).contiguous() for plane in rows]
 
@@ -222,7 +222,7 @@ def weights_of(site: IntegerSite) -> abi.Weights:
     """Return the stored weight of a site in the layout of the kernels."""
     assert site.weight is not None
     assert isinstance(site.right, UniformQuantizer)
-    codes = (site.weight.permute(0, 2, 3, 1) if by_pixel(site) else site.weight).flatten(1).contiguous()
+    codes = (site.weight.permute(0, 2, 3, 1) if is_by_pixel(site) else site.weight).flatten(1).contiguous()
     zero = site.right.zero_point.reshape(-1).expand(len(codes)).to(torch.int32).contiguous()
     choices = site.right.bits, zero_point(site.left), top_of(entries_of(site.left))
     return abi.Weights(codes.numpy(), zero.numpy(), site.name, choices)

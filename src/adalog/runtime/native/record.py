@@ -14,7 +14,7 @@ from adalog.errors import ArtifactError
 from adalog.graph.program import Program, Ref, leaves_of
 from adalog.runtime.native import abi
 from adalog.runtime.native.emit import Plan
-from adalog.runtime.native.products import ByteProduct, by_pixel
+from adalog.runtime.native.products import ByteProduct, is_by_pixel
 
 FORMAT = 1
 CONSTANTS, WORK = "constants", "work"  # two regions of memory; each input is another one, named by its number
@@ -43,7 +43,7 @@ def record(plan: Plan, artifact: str, batch: int) -> tuple[dict[str, Any], Tenso
             site = function.site
             assert site.weight is not None
             weights[function.weights.pointer] = len(entries)
-            shape = list(site.weight.flatten(2 if by_pixel(site) else 1).shape)
+            shape = list(site.weight.flatten(2 if is_by_pixel(site) else 1).shape)
             entries.append([site.node.args[1].name, shape, *function.weights.choices])
     inputs = {id(arguments): number for arguments, number in plan.pointers}
     calls = []
