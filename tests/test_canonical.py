@@ -330,3 +330,35 @@ def test_a_softmax_of_several_operations_becomes_one(name):
     model = Toy(lambda model, x: model.head(function(x)), head=nn.Linear(8, 3))
     names = ops(check_capture(model, MORE_TOKENS))
     assert names == ["softmax", "linear"] if name in SOFTMAX else "softmax" not in names
+
+
+def root(x):
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+NORMS = {
+    "rms_norm, power": lambda m, x: m.gain * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
+    "rms_norm, quotient": lambda m, x: x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + 1e-6) * m.gain,
+    "layer_norm, biased": lambda m, x: m.gain * ((d := x - x.mean(-1, keepdim=True)) * root(d)) + m.shift,
+    "layer_norm, variance": lambda m, x: (
+        (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True, correction=0) + 1e-5) * m.gain + m.shift
+    ),
+    "layer_norm, unbiased": lambda m, x: (d := x - x.mean(-1, keepdim=True)) * root(d) * m.gain,
+}
+NO_NORMS = {
+    "no weight": lambda m, x: x * root(x),
+    "another dimension": lambda m, x: m.gain * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6)),
+    "a dimension from the start": lambda m, x: m.gain * (x * torch.rsqrt(x.pow(2).mean(2, keepdim=True) + 1e-6)),
+    "epsilon outside": lambda m, x: m.gain * x / (torch.sqrt(x.square().mean(-1, keepdim=True)) + 1e-6),
+    "sample deviation": lambda m, x: m.gain * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-5),
+    "two values": lambda m, x: m.gain * (x * root(x.flip(1))),
+    "no epsilon": lambda m, x: m.gain * (x * torch.rsqrt(x.square().mean(-1, keepdim=True))),
+}
+
+
+@pytest.mark.parametrize("name", [*NORMS, *NO_NORMS])
+def test_a_norm_of_several_operations_becomes_one(name):
+    parameters = {part: nn.Parameter(torch.randn(8)) for part in ("gain", "shift")}
+    model = Toy(lambda m, x: m.head((NORMS | NO_NORMS)[name](m, x)), head=nn.Linear(8, 3), **parameters)
+    names = ops(check_capture(model, MORE_TOKENS))
+    assert names == [name.partition(",")[0], "linear"] if name in NORMS else not {"rms_norm", "layer_norm"} & {*names}

@@ -340,6 +340,10 @@ CASES = [
     (f"{QUANTIZE} --bits w9a9", "weight_bits = 9 is not a whole number from 2 to 8"),
     (f"{QUANTIZE} --bits w4a4s1", "softmax_bits = 1 is not a whole number from 2 to 8"),
     (f"{QUANTIZE} --bits w4", "bits = 'w4' is not of the form w4a4 or w4a4s3"),
+    (
+        f"{QUANTIZE} -o vit.onnx",
+        "--out vit.onnx is the name of another format: give --out vit.safetensors, and convert it with `adalog export`",
+    ),
     (f"{QUANTIZE} --bits 4", "bits = '4' is not of the form w4a4 or w4a4s3"),
     (
         f"{QUANTIZE} --method magic",

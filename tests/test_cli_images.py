@@ -15,7 +15,7 @@ import adalog
 from adalog import Config, QuantizedModel, Search, artifact, library
 from adalog.cli.options import read_size
 from adalog.inputs import demo, zoo
-from adalog.inputs.images import ImageSet, find_images
+from adalog.inputs.images import ImageSet, draw_indices, find_images
 from adalog.runtime import EXECUTORS
 from adalog.study.evaluate import Contest
 from commands import call, refusal, run, say, write_images
@@ -90,6 +90,10 @@ def test_evaluate_a_folder(outputs, monkeypatch, capsys):
     assert told["sites"] == artifact.inspect((folder / "out.safetensors").read_bytes())["sites"]
     unknown = ("agreement", "kl", "lost", "gained", "p_value", "reference", "full_precision")
     assert [told[name] for name in unknown] == [None] * 7
+    some = say(monkeypatch, capsys, *arguments, "--images", 9, "--seed", 3, "--json", "-")
+    drawn = draw_indices(28, 9, 3)
+    assert json.loads(some)["images"] == 9
+    assert json.loads(some)["top1"]["value"] == (first == labels)[drawn].double().mean().item()
     text = say(monkeypatch, capsys, *arguments)
     assert f"out.safetensors, 28 images\ntop-1 {100 * told['top1']['value']:.1f} % (" in text
 
@@ -213,6 +217,10 @@ def test_images_without_labels_are_compared(folder, monkeypatch, capsys):
         (
             "out.safetensors --data images --model own.py:wider",
             "own.py:wider does not accept the images of out.safetensors: RuntimeError: mat1 and mat2",
+        ),
+        (
+            "out.safetensors --data images --images 29",
+            "--images 29 is more than the 28 images that there are: give fewer",
         ),
         ("out.safetensors --data images --device abacus", "--device 'abacus' is not available"),
     ],

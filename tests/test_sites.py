@@ -287,12 +287,32 @@ def test_norms_with_zeros_around_are_folded_exactly(function):
     program = capture(model, images)
     sites = find_sites(program)
     (pair,) = find_pairs(program, sites, (images[:2],))
-    assert pair.padded
+    assert pair.shifted
     assert not pair.refusal
     fold = Fold(torch.rand(32).double() + 0.5, torch.randn(32).double())
     folded = rewrite(program, [(group, Assignment(None, None, fold)) for group in group_sites(sites, [pair])])
     torch.testing.assert_close(folded.run([images]), model(images), rtol=0, atol=1e-12)
     assert all(folded.makers[site.node.name].args[0].name == f"{site.name}.shifted" for site in sites)
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm(32), nn.LayerNorm(32, bias=False)])
+def test_norms_without_a_bias_are_folded_exactly(norm):
+    """What a bias would take is taken off behind the norm."""
+    torch.manual_seed(0)
+    nn.init.normal_(norm.weight)
+    images = IMAGES.double()
+    model = Toy(
+        lambda m, x: (m.fc(m.norm(x)), m.other(m.norm(x))), norm=norm, fc=nn.Linear(32, 4), other=nn.Linear(32, 6)
+    )
+    program = capture(model.double().eval(), images)
+    sites = find_sites(program)
+    (pair,) = find_pairs(program, sites, (images[:2],))
+    assert not pair.refusal
+    assert {site.left_source.kind for site in sites} == {"rms_norm" if isinstance(norm, nn.RMSNorm) else "layer_norm"}
+    fold = Fold(torch.rand(32).double() + 0.5, torch.randn(32).double())
+    folded = rewrite(program, [(group, Assignment(None, None, fold)) for group in group_sites(sites, [pair])])
+    torch.testing.assert_close(folded.run([images]), model(images), rtol=0, atol=1e-12)
+    assert torch.equal(folded.tensors["norm.weight"], norm.weight / fold.ratio)
 
 
 ROWS = (0, 0, 1, 1)
@@ -312,14 +332,13 @@ MIXED = "its channels are mixed with positions before"
         (lambda m, x: m.fc(m.norm(x).transpose(2, 3)), f"{MIXED} fc"),
         (lambda m, x: m.fc(m.norm(x).reshape(-1, 16, 64)[..., 32:].flip(2)), f"{MIXED} fc"),
         (lambda m, x: F.linear(m.norm(x).flatten(2), m.wide), f"{MIXED} wide"),
-        (lambda m, x: m.fc(m.plain(x)), "it has no weight and bias to fold into"),
-        (lambda m, x: m.fc(m.unbiased(x)), "it has no weight and bias to fold into"),
+        (lambda m, x: m.fc(m.plain(x)), "it has no stored weight to fold into"),
+        (lambda m, x: m.fc(F.rms_norm(x, (32,), m.norm(x)[0, 0, 0])), "it has no stored weight to fold into"),
         (lambda m, x: m.fc(m.square(x)), "it normalises more than the channels"),
     ],
 )
 def test_other_norms_are_refused_in_writing(function, why):
-    norms = {"plain": nn.LayerNorm(32, elementwise_affine=False), "unbiased": nn.LayerNorm(32, bias=False)}
-    norms["square"] = nn.LayerNorm((32, 32))
+    norms = {"plain": nn.LayerNorm(32, elementwise_affine=False), "square": nn.LayerNorm((32, 32))}
     (pair,) = pairs_of(function, conv=nn.Conv2d(3, 4, 3), wide=nn.Parameter(torch.randn(4, 1024)), **norms)
     assert pair.refusal == why
 

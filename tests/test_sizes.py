@@ -406,7 +406,7 @@ def test_a_swin_runs_at_other_sizes_in_every_executor(fast):
     images = torch.randn(4, 3, 36, 44, generator=torch.Generator().manual_seed(0))
     calibration = Calibration(model, images, sizes="free")
     assert [pair.refusal for pair in calibration.pairs if pair.refusal] == []
-    assert sum(pair.padded for pair in calibration.pairs) == 3
+    assert sum(pair.shifted for pair in calibration.pairs) == 3
     quantized = calibration.quantize(fast)
     for size in [(52, 40), (41, 70)]:
         assert_same(model, calibration.program, of_size(*size))

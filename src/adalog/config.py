@@ -200,7 +200,7 @@ class Config:
             >>> config.weight_bits, config.images_needed
             (3, 128)
         """
-        match = re.fullmatch(r"w(\d+)a(\d+)(?:s(\d+))?", bits)
+        match = re.fullmatch(r"w(\d+)a(\d+)(?:s(\d+))?", str(bits), re.IGNORECASE)
         if match is None:
             raise ValueError(f"bits = {bits!r} is not of the form w4a4 or w4a4s3")
         if method not in METHODS:

@@ -1,6 +1,7 @@
 """`adalog evaluate`: measure the accuracy of an artifact."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from adalog.cli.console import check_outputs, image_progress, job, progress_bar,
 from adalog.cli.targets import check_bundled, compile_artifact, find_preprocessing, load_model, source_of, stranger
 from adalog.errors import one_line
 from adalog.inputs import demo, zoo
-from adalog.inputs.images import find_support
+from adalog.inputs.images import ImageSet, draw_indices, find_support
 from adalog.study.evaluate import Contest, PreparedImages, check_classes, predict, score
 
 
@@ -42,6 +43,11 @@ def command(
         Path | None,
         typer.Option("--coco", help="For a detector: COCO annotations (instances_*.json) of the images in --data."),
     ] = None,
+    count: Annotated[
+        int | None,
+        typer.Option("--images", min=1, help="Number of images to evaluate on, drawn at random. Default: all of them."),
+    ] = None,
+    seed: options.DrawOption = 0,
     model: Annotated[str | None, typer.Option(help=f"Full-precision model to compare with: {zoo.KINDS}.")] = None,
     checkpoint: options.CheckpointOption = None,
     no_pretrained: options.NoPretrainedOption = False,
@@ -56,7 +62,12 @@ def command(
     """
     check_outputs(json_out, reads=(file, source_of(model), checkpoint, instances, data, support))
     place, jobs = options.find_device(device), options.thread_count(threads)
-    others = {"--model": model is not None, "--support": support is not None, "--device": place.type != "cpu"}
+    others = {
+        "--images": count is not None,
+        "--model": model is not None,
+        "--support": support is not None,
+        "--device": place.type != "cpu",
+    }
     if detectors.is_chosen(file, instances, [name for name, is_given in others.items() if is_given]):
         detectors.evaluate(
             file,
@@ -86,7 +97,7 @@ def command(
         raise stranger(file)
     runs = quantized if executor is None else compile_artifact(file, quantized, executor, jobs)
     networks: list[nn.Module] = [runs] if loaded is None else [runs, loaded.module]
-    images, labels = demo.test_images() if queries is None else (queries, queries.labels)
+    images, labels = _draw(demo.test_images() if queries is None else (queries, queries.labels), count, seed)
     truth = None if labels is None else torch.as_tensor(labels)
     single = [place.type != "cpu" or (executor == "native" and network is runs) for network in networks]
     prepared, nearest = PreparedImages(images, preprocessing), None
@@ -113,6 +124,20 @@ def command(
     record |= {"full_precision": None if full is None else dataclasses.asdict(full)}
     sites = artifact.describe(quantized.quantized)["sites"]  # with the SQNR on the calibration images
     show(record | {"sites": sites}, json_out, views.describe_score(str(file), result, reference, full))
+
+
+def _draw(
+    labelled: tuple[Tensor | ImageSet, Tensor | Sequence[int] | None], count: int | None, seed: int
+) -> tuple[Tensor | ImageSet, Tensor | Sequence[int] | None]:
+    """Return `count` of the images, at random and in their order, and their labels. None: return all of them."""
+    images, labels = labelled
+    if count is None:
+        return labelled
+    if count > len(images):
+        raise DataError(f"--images {count} is more than the {len(images)} images that there are: give fewer")
+    numbers = draw_indices(len(images), count, seed).sort().values
+    chosen = images[numbers] if isinstance(images, Tensor) else images.select(numbers.tolist())
+    return chosen, None if labels is None else torch.as_tensor(labels)[numbers]
 
 
 def _predict_full(loaded: zoo.LoadedModel, image: Tensor, place: torch.device, file: Path) -> Tensor:

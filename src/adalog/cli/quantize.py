@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import adalog
-from adalog import Config, artifact
+from adalog import Config, DataError, artifact
 from adalog.cli import budgets, detectors, options
 from adalog.cli.console import partial_of, progress_bar, quiet, remove_finished, show, site_progress
 from adalog.cli.targets import find_calibration, load_model, source_of
@@ -103,6 +103,12 @@ def command(
 ) -> None:
     """Quantize a model and write it to one file, the artifact."""
     limits = budgets.read_budget(budget, target_bops, target_fixops, max_kl)
+    if out.suffix in (".onnx", ".xml", ".pte", ".adalog"):
+        command = "adalog pack" if out.suffix == ".adalog" else "adalog export"
+        raise DataError(
+            f"--out {out} is the name of another format: give --out {out.with_suffix('.safetensors')}, and convert it "
+            f"with `{command}`"
+        )
     config = dataclasses.replace(
         Config.preset(bits, method), images=images, pinned=tuple(map(options.read_pinned, pinned or ()))
     )

@@ -10,6 +10,7 @@ in this order:
     store_parameters      a parameter computed from tensors  -> a stored tensor;   x W -> linear(x, W^T)
     store_constants       an operation outside the whitelist on tensors that no input reaches -> a stored tensor
     join_activations      x (1 + erf(x / sqrt 2)) / 2        -> gelu(x), and the same for others
+    join_norms            w x / sqrt(mean x^2 + eps)         -> rms_norm(x); the same for layer_norm
     fold_batch_norms      batch_norm(conv(x))                -> conv(x), with other weights
 """
 
@@ -18,6 +19,7 @@ import string
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ PARAMETERS = {
     **{(f"aten.{op}.default", 2): "bias" for op in ("linear", "conv2d", "batch_norm")},
     ("aten.layer_norm.default", 2): "weight",
     ("aten.layer_norm.default", 3): "bias",
+    ("aten.rms_norm.default", 2): "weight",
 }
 
 
@@ -693,18 +696,58 @@ def _name_in(taken: set[str], node: Node, part: str) -> str:
     return name
 
 
-# What may compute an activation, and how many such operations do at the most. Clamps are left out, because they may act
-# beyond the grid.
+# What may compute an activation or a norm, and how many such operations do at the most. Clamps are left out, because
+# they may act beyond the grid.
 _POINTWISE = set(BY_OPERATION) | aten(
     "add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar "
     "pow.Tensor_Scalar square.default sqrt.default neg.default reciprocal.default exp.default erf.default "
     "softplus.default"
+)
+_MEANS = aten("mean.dim var.correction")
+_NORMALISING = _MEANS | aten(
+    "add.Tensor add.Scalar sub.Tensor mul.Tensor div.Tensor pow.Tensor_Scalar square.default sqrt.default rsqrt.default"
 )
 _PARTS = 16
 _JOINED: tuple[tuple[str, dict[str, Any]], ...] = (
     *((op, {}) for op, row in BY_OPERATION.items() if row.power_law),
     ("aten.gelu.default", {"approximate": "tanh"}),
 )
+
+
+def _parts_of(program: Program, node: Node, ops: Collection[str]) -> list[Node]:
+    """Return the operations among `ops` that compute a value, itself first, or some of them if there are many."""
+    parts = [node]
+    for part in parts:
+        makers = (program.makers.get(name) for name in part.refs())
+        parts += [maker for maker in makers if maker and maker.op in ops and maker not in parts]
+        if len(parts) > _PARTS:
+            break
+    return parts
+
+
+def _evaluate(program: Program, parts: Sequence[Node], ndim: int, x: str, value: Tensor) -> Tensor | None:
+    """Compute the first part in float64 from the value of x, or return None if it depends on other values.
+
+    ndim: stored tensors of at most this many dimensions are read.
+    """
+    values: dict[str, Any] = {x: value}
+    own = {part.name: part for part in parts}
+
+    def compute(ref: Ref) -> Any:
+        if ref.name not in values:
+            stored = program.tensors.get(ref.name)
+            if stored is not None and stored.ndim <= ndim and stored.is_floating_point():
+                values[ref.name] = stored.cpu().double()
+            else:
+                part = own[ref.name].map_refs(compute)
+                values[ref.name] = resolve(part.op)(*part.args, **part.kwargs)
+        return values[ref.name]
+
+    try:
+        result: Tensor = compute(Ref(parts[0].name))
+    except (IndexError, KeyError, TypeError, RuntimeError):
+        return None
+    return result if result.shape == value.shape else None
 
 
 def join_activations(program: Program) -> Program:
@@ -716,46 +759,54 @@ def join_activations(program: Program) -> Program:
     grid = torch.linspace(-6.4, 6.4, 257, dtype=torch.float64).sinh()
     wanted = [(op, kwargs, resolve(op)(grid, **kwargs)) for op, kwargs in _JOINED]
 
-    def parts_of(node: Node) -> list[Node]:
-        """Return the pointwise operations that compute a value, itself first, or some of them if there are many."""
-        parts = [node]
-        for part in parts:
-            makers = (program.makers.get(name) for name in part.refs())
-            parts += [maker for maker in makers if maker and maker.op in _POINTWISE and maker not in parts]
-            if len(parts) > _PARTS:
-                break
-        return parts
-
-    def compute(parts: Sequence[Node], x: str) -> Tensor | None:
-        """Return the values of the first part for all x of the grid, or None if it depends on other values."""
-        values: dict[str, Any] = {x: grid}
-        own = {part.name: part for part in parts}
-
-        def value(ref: Ref) -> Any:
-            if ref.name not in values:
-                stored = program.tensors.get(ref.name)
-                if stored is not None and stored.ndim == 0 and stored.is_floating_point():
-                    values[ref.name] = stored.cpu().double()
-                else:
-                    part = own[ref.name].map_refs(value)
-                    values[ref.name] = resolve(part.op)(*part.args, **part.kwargs)
-            return values[ref.name]
-
-        try:
-            result: Tensor = value(Ref(parts[0].name))
-        except (KeyError, TypeError, RuntimeError):
-            return None
-        return result
-
     def join(node: Node) -> Node:
         if node.op not in aten("mul.Tensor mul.Scalar div.Tensor div.Scalar"):
             return node
-        parts = parts_of(node)
+        parts = _parts_of(program, node, _POINTWISE)
         for x in dict.fromkeys(name for part in parts for name in part.refs()):
-            computed = compute(parts, x) if len(parts) > 1 else None
+            computed = _evaluate(program, parts, 0, x, grid) if len(parts) > 1 else None
             for op, kwargs, values in wanted:
-                if computed is not None and computed.shape == grid.shape and torch.allclose(computed, values, 0, 1e-6):
+                if computed is not None and torch.allclose(computed, values, 0, 1e-6):
                     return replace(node, op=op, args=(Ref(x),), kwargs=kwargs)
+        return node
+
+    return replace(program, nodes=tuple(map(join, program.nodes))).prune()
+
+
+def join_norms(program: Program) -> Program:
+    """Rewrite a LayerNorm or RMSNorm with a weight that several operations compute to one operation.
+
+    Their values on random rows decide. Some rows are so small that the norm's epsilon counts. The rows have more
+    dimensions than a model's values, so that only a dimension counted from the end can be the last one.
+    """
+    vectors = {name: value for name, value in program.tensors.items() if value.ndim == 1 and value.is_floating_point()}
+
+    def join(node: Node) -> Node:
+        own = [name for name in node.refs() if name in vectors]
+        if node.op not in aten("mul.Tensor add.Tensor") or len(own) != 1:
+            return node
+        parts, count = _parts_of(program, node, _NORMALISING), len(vectors[own[0]])
+        read = list(dict.fromkeys(name for part in parts for name in part.refs()))
+        epsilons = {arg for part in parts for arg in part.args if isinstance(arg, float) and arg > 0}
+        norms: list[tuple[str, tuple[Any, ...]]] = []
+        if node.op == "aten.mul.Tensor":  # a LayerNorm is also an RMSNorm of the deviations from the mean
+            norms += [("aten.layer_norm.default", (Ref(own[0]), None, epsilon)) for epsilon in epsilons]
+            norms += [("aten.rms_norm.default", (Ref(own[0]), epsilon)) for epsilon in epsilons]
+        else:
+            weights = [name for name in read if name != own[0] and name in vectors and len(vectors[name]) == count]
+            pairs = product(weights, epsilons)
+            norms += [("aten.layer_norm.default", (Ref(name), Ref(own[0]), epsilon)) for name, epsilon in pairs]
+        if not norms or not any(part.op in _MEANS for part in parts):
+            return node
+        rows = torch.randn(*(1,) * 6, 9, count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        rows = (rows + 0.5) * torch.logspace(-6, 2, 9, dtype=torch.float64)[:, None]
+        computed = {x: values for x in read if (values := _evaluate(program, parts, 1, x, rows)) is not None}
+        for op, args in norms if computed else ():
+            parameters = [vectors[arg.name].cpu().double() if isinstance(arg, Ref) else arg for arg in args]
+            wanted = resolve(op)(rows, (count,), *parameters)
+            for x, values in computed.items():
+                if torch.allclose(values, wanted, 1e-9, 1e-12):
+                    return replace(node, op=op, args=(Ref(x), (count,), *args), kwargs={})
         return node
 
     return replace(program, nodes=tuple(map(join, program.nodes))).prune()
@@ -805,6 +856,7 @@ REWRITES: tuple[Callable[[Program], Program], ...] = (
     store_parameters,
     store_constants,
     join_activations,
+    join_norms,
     fold_batch_norms,
 )
 

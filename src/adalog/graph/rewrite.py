@@ -147,7 +147,7 @@ class _Build:
                 lambda value: value.reshape(groups, 1, 1).repeat_interleave(channels, dim=0)  # for (B, channels, H, W)
             )
         values = [call.left for call in first.calls]
-        if fold is not None and group.pair is not None and group.pair.padded:
+        if fold is not None and group.pair is not None and group.pair.shifted:
             values = [self._shift(first, fold)]
         name = f"{first.name}.input"
         inputs = [self._fake(*call_value, name, quantizer) for call_value in zip(first.calls, values, strict=True)]
@@ -161,18 +161,19 @@ class _Build:
         norm = pair.norm
         if norm.name in self._folded:  # the norm feeds several groups
             return
-        weight, bias = (self._tensors[norm.args[i].name] for i in (2, 3))
-        names = [self._own(norm.args[i].name, [norm]) for i in (2, 3)]
+        refs = [ref for ref in norm.args[2:4] if isinstance(ref, Ref)]  # its weight, and its bias if it has one
+        names = [self._own(ref.name, [norm]) for ref in refs]
         key = norm.name, id(assignment)
         if key not in self._cache:
-            beta = torch.zeros_like(fold.beta) if pair.padded else fold.beta
-            self._cache[key] = assignment, replace(fold, beta=beta).norm(weight, bias)
-        self._tensors[names[0]], self._tensors[names[1]] = self._cache[key][1]
-        self._nodes[norm.name] = replace(norm, args=(*norm.args[:2], *map(Ref, names), *norm.args[4:]))
+            beta = torch.zeros_like(fold.beta) if pair.shifted else fold.beta
+            parameters = [self._tensors[ref.name] for ref in refs]
+            self._cache[key] = assignment, replace(fold, beta=beta).norm(*parameters)
+        self._tensors |= dict(zip(names, self._cache[key][1], strict=True))
+        self._nodes[norm.name] = norm.rename(dict(zip((ref.name for ref in refs), names, strict=True)))
         self._folded.add(norm.name)
 
     def _shift(self, site: Site, fold: Fold) -> str:
-        """Subtract the fold's beta from a linear's input, and not from the norm: the padded zeros must lose it too."""
+        """Subtract the fold's beta from a linear's input, and not in the norm; see `Pair`."""
         name = self._new(f"{site.name}.shifted")
         self._tensors[f"{name}#beta"] = -fold.beta
         self._before.setdefault(site.node.name, []).append(

@@ -16,6 +16,8 @@ from adalog.graph.operations import FLOAT_PRODUCTS, MOVES, PRODUCTS, SHAPE_READE
 from adalog.graph.program import Node, Program, Ref, refs_of
 from adalog.graph.tracing import at_twice_the_size, channels_in_views, trace, zero_padding
 
+NORMS = {"aten.layer_norm.default": "layer_norm", "aten.rms_norm.default": "rms_norm"}  # those that fold, by operation
+
 
 @dataclass(frozen=True)
 class Source:
@@ -60,15 +62,16 @@ class Site:
 
 @dataclass(frozen=True)
 class Pair:
-    """A LayerNorm and the linears that read it; its channel scales fold into them unless there is a `refusal`.
+    """A norm and the linears that read it; its channel scales fold into them unless there is a `refusal`.
 
-    padded: True if the norm's output is padded with zeros before the linears read it.
+    shifted: True if the fold's beta is subtracted before each linear, and not in the norm: the norm has no bias, or its
+    output is padded with zeros, which must lose beta too.
     """
 
     norm: Node
     sites: tuple[str, ...]
     refusal: str = ""
-    padded: bool = False
+    shifted: bool = False
 
     @property
     def name(self) -> str:
@@ -192,8 +195,8 @@ def find_source(program: Program, name: str) -> Source:
     if name in program.tensors:
         return Source("weight")
     node = program.makers[name]
-    if node.op == "aten.layer_norm.default":
-        return Source("layer_norm", name)
+    if node.op in NORMS:
+        return Source(NORMS[node.op], name)
     if node.op == "aten.softmax.int":
         return Source("softmax", name, 0.0)
     if node.op in BY_OPERATION:
@@ -238,7 +241,7 @@ def minimum_of(function: Any) -> float:
 
 
 def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor]) -> list[Pair]:
-    """Find every LayerNorm that feeds a linear, with the linears to fold it with or the reason not to fold it.
+    """Find every norm of `NORMS` that feeds a linear, with the linears to fold it with or the reason not to fold it.
 
     Folding changes every value that the norm outputs. So every reader must be a linear, and the last axis of its input
     must count the norm's channels, whatever views or zero padding lie between. example: inputs to trace the program.
@@ -249,13 +252,15 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
     outputs = set(refs_of(program.output))
     pairs = []
     for norm in program.nodes:
-        if norm.op != "aten.layer_norm.default":
+        if norm.op not in NORMS:
             continue
-        reading, refusals, padded = [], [], False
+        reading, refusals = [], []
+        weight, bias = (*norm.args[2 : 3 + (norm.op == "aten.layer_norm.default")], None, None)[:2]
+        shifted = bias is None
         if len(norm.args[1]) != 1:
             refusals.append("it normalises more than the channels")
-        if any(arg is None or arg.name not in program.tensors for arg in (*norm.args[2:4], None, None)[:2]):
-            refusals.append("it has no weight and bias to fold into")
+        if weight is None or any(arg is not None and arg.name not in program.tensors for arg in (weight, bias)):
+            refusals.append("it has no stored weight to fold into")
         for name, channels in channels_in_views(norm.name, values, readers, padded=True):
             if name in outputs:
                 refusals.append("it is an output of the model")
@@ -266,12 +271,12 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
                     if channels.shape[-1] != count or not bool((channels == torch.arange(count))[channels >= 0].all()):
                         refusals.append(f"its channels are mixed with positions before {reading[-1]}")
                 elif zero_padding(reader):
-                    padded = True
+                    shifted = True
                 elif reader.op not in MOVES and reader.op != "aten.sym_size.int":
                     refusals.append(f"it also feeds {reader.op.removeprefix('aten.')} in {reader.scope or 'the model'}")
         refusals += [f"{name} is called several times" for name in reading if name in repeated]
         if reading:
-            pairs.append(Pair(norm, tuple(reading), refusals[0] if refusals else "", padded))
+            pairs.append(Pair(norm, tuple(reading), refusals[0] if refusals else "", shifted))
     return pairs
 
 

@@ -52,7 +52,7 @@ class QuantizedTensor:
 
 @dataclass(frozen=True)
 class Fold:
-    """The reparameterization of a LayerNorm (RepQ-ViT, Sec. 3.3): it outputs x / ratio - beta, which its linears undo.
+    """The reparameterization of a norm (RepQ-ViT, Sec. 3.3): it outputs x / ratio - beta, which its linears undo.
 
     ratio, beta: (C,) each.
     """
@@ -75,9 +75,9 @@ class Fold:
         shared = zero_point.mean()
         return Fold(ratio, mean * ((shared.round() if rounds else shared) - zero_point))
 
-    def norm(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (weight, bias) of the LayerNorm that outputs x / ratio - beta."""
-        return weight / self.ratio, bias / self.ratio - self.beta
+    def norm(self, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return (weight, bias) of the norm that outputs x / ratio - beta; without a bias, one that leaves beta in."""
+        return (weight / self.ratio, *([] if bias is None else [bias / self.ratio - self.beta]))
 
     def activation(self, x: Tensor) -> Tensor:
         """Return the output of the folded norm, (..., C), given the output x of the original norm."""

@@ -23,7 +23,7 @@ SHADES = ("#FFFFFF", "#E8E8E8", "#D0D0D0", "#B8B8B8", "#A0A0A0", "#888888")
 # Font sizes [points], for pictures about 10 inches wide that are shown at half their size.
 LARGE, TEXT, SMALL = 14, 12.5, 11.5
 _DPI = 150
-_TITLES = {"layer_norm": "LayerNorm"} | {name: row.title for name, row in ACTIVATIONS.items()}
+_TITLES = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"} | {name: row.title for name, row in ACTIVATIONS.items()}
 
 
 def title_of(source: str) -> str:
