@@ -60,17 +60,24 @@ def ledger_table(ledger: Sequence[LedgerRow]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *rows]]
 
 
+_NAMED = 3  # the most names in a line
+
+
 def float_lines(refusals: Mapping[str, str], operations: Mapping[str, int]) -> list[str]:
     """Return the lines of text that list what stays float, and why.
 
     refusals: the reasons by name. operations: the number of operations in float32, by operation.
     """
-    reasons = ((name, *why.partition(": ")) for name, why in refusals.items())
+    alike: dict[str, list[str]] = {}
+    for name, why in refusals.items():
+        alike.setdefault(why, []).append(name)
+    lines = []
+    for why, names in alike.items():
+        what, _, reason = why.partition(": ")
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        lines.append(f"{what}: {', '.join(names[:_NAMED])}{more}: {reason}")
     summary = ", ".join(f"{name} x {count}" for name, count in sorted(operations.items()))
-    return [
-        *(f"{what}: {name}: {why}" for name, what, _, why in reasons),
-        f"in float32, because they do not multiply two tensors: {summary}",
-    ]
+    return [*lines, f"in float32, because they do not multiply two tensors: {summary}"]
 
 
 # How text names the errors of outputs. Above the number, the summary says what lowers the error. A correction lowers
