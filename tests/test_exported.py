@@ -138,6 +138,13 @@ class Odd(Base):
         return Unknown()
 
 
+class Shy(Base):
+    def forward(self, x):
+        if torch.compiler.is_compiling():
+            raise OSError("not while one looks")
+        return x
+
+
 def line_of(function, words):
     lines, start = inspect.getsourcelines(function)
     return start + next(index for index, line in enumerate(lines) if words in line)
@@ -150,7 +157,13 @@ def line_of(function, words):
         (Fixed, helper, "x.view", "Fixed turns the number of images into a fixed number at {}: use x.shape"),
         (ByValue, ByValue.forward, "if x.mean", "because it decides by the values of tensors at {}, but a program"),
         (Wrong, Wrong.forward, "[..., :3]", "Wrong fails on inputs of (2, 6, 8) at {} (RuntimeError: "),
-        (Odd, Odd.forward, "Unknown", "Odd could not be exported ("),
+        (
+            Odd,
+            Odd.forward,
+            "Unknown",
+            "Unknown, which torch.export does not take apart: return tensors",
+        ),
+        (Shy, Shy.forward, "raise", "Shy could not be exported at {} (not while one looks): quantize a part of"),
     ],
 )
 def test_a_refusal_names_the_line(kind, function, code, words, capfd):

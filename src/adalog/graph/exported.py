@@ -135,6 +135,12 @@ def _refusal(model: nn.Module, failure: Exception, export: Callable[[], Any], wa
             if not dim:
                 instead = "use x.shape[0] there, or -1 in a reshape, without int(), len() or a loop over images"
             return CaptureError(f"{name} turns the {_FREE[dim]} into a fixed number{at(place)}: {instead}")
+    unknown = re.search(r"<class '(.+?)'> in output, which is not a known type", message)
+    if unknown is not None:
+        return CaptureError(
+            f"{name} returns objects of the class {unknown[1]}, which torch.export does not take apart: return "
+            "tensors, tuples, lists or dicts, or first pass a dataclass to torch.export.register_dataclass"
+        )
     place = at(place_of_error(failure))
     if "data-dependent" in message:
         return CaptureError(
