@@ -454,11 +454,14 @@ struct AttentionScratch {
 };
 constexpr int64_t NORM_ROWS = 32;
 struct DepthwiseScratch {
-    int32_t* sums;         // (channels)
-    const uint8_t** seen;  // the pixel under each tap of the kernel: (pairs, 2)
+    int32_t *start, *sums;  // (channels): of a pixel, before and after its products are added
+    const uint8_t** seen;   // the pixel under each tap of the kernel: (pairs, 2)
+    int64_t* steps;         // from there to the pixel under the tap for the next output: (pairs, 2)
     DepthwiseScratch(Carver& carver, const Depthwise& of) {
+        start = carver.take<int32_t>(of.channels);
         sums = carver.take<int32_t>(of.channels);
         seen = carver.take<const uint8_t*>(2 * of.pairs);
+        steps = carver.take<int64_t>(2 * of.pairs);
     }
 };
 constexpr int64_t MOST_PAIRS = 128;  // limit of pairs of taps: sums of this many products of 16 by 9 bits fit in 32 bits
@@ -2647,12 +2650,53 @@ void encode(const void* arguments, int64_t number, uint8_t*) {
 
 // --- convolutions of each channel alone ------------------------------------------------------------------------------------
 
-// Computes the sums of all channels over the kernel. seen: the pixel under each tap, or the zero points beyond the edge.
-INLINE void sums_of(const Depthwise& of, const uint8_t* const* seen, int32_t* sums) {
-    const int64_t channels = of.channels;
-    int64_t done = 0;
 #if ADALOG_WIDE || ADALOG_YMM
-    // A lane holds the two taps of a pair in 16 bits each.
+// Loads the codes of 4 W channels in an order in which unpacking, which stays within 16 bytes, puts channels in sequence.
+INLINE I load_for_unpacking(const uint8_t* from) {
+#if ADALOG_WIDE
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), load(from));
+#else
+    return _mm256_permutevar8x32_epi32(load(from), _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+#endif
+}
+#if ADALOG_WIDE
+INLINE I unpack_low(I a, I b) { return _mm512_unpacklo_epi8(a, b); }
+INLINE I unpack_high(I a, I b) { return _mm512_unpackhi_epi8(a, b); }
+INLINE I add_pairs(I sum, I a, I b) { return _mm512_dpwssd_epi32(sum, a, b); }  // products of 16 bits, two in a lane
+#else
+INLINE I unpack_low(I a, I b) { return _mm256_unpacklo_epi8(a, b); }
+INLINE I unpack_high(I a, I b) { return _mm256_unpackhi_epi8(a, b); }
+#if ADALOG_LEVEL == 2
+INLINE I add_pairs(I sum, I a, I b) { return _mm256_dpwssd_avx_epi32(sum, a, b); }
+#else
+INLINE I add_pairs(I sum, I a, I b) { return add(sum, _mm256_madd_epi16(a, b)); }
+#endif
+#endif
+
+// Computes the sums of the first channels, each from its start, and returns the number of these channels.
+INLINE int64_t add_products(const Depthwise& of, const uint8_t* const* seen, const int32_t* start, int32_t* sums) {
+    const int64_t channels = of.channels;
+    const I zero = set(0);
+    int64_t done = 0;
+    // A lane holds the two taps of a pair in 16 bits each. The last channels may overlap with those before.
+    while (done < channels && channels >= 4 * W) {
+        done = std::min(done, channels - 4 * W);
+        I sum[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) sum[i] = load(start + done + i * W, All{});
+        const int16_t* factors = of.factors + 2 * done;
+        for (int64_t p = 0; p < of.pairs; p++, factors += 2 * channels) {
+            const I one = load_for_unpacking(seen[2 * p] + done), two = load_for_unpacking(seen[2 * p + 1] + done);
+            const I low = unpack_low(one, two), high = unpack_high(one, two);
+            const I pairs[] = {unpack_low(low, zero), unpack_high(low, zero), unpack_low(high, zero), unpack_high(high, zero)};
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++)
+                sum[i] = add_pairs(sum[i], pairs[i], load(reinterpret_cast<const int32_t*>(factors + 2 * i * W), All{}));
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) store(sums + done + i * W, sum[i], All{});
+        done += 4 * W;
+    }
     auto wide = [&](const uint8_t* from) INLINE_LAMBDA {
 #if ADALOG_WIDE
         return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -2660,31 +2704,28 @@ INLINE void sums_of(const Depthwise& of, const uint8_t* const* seen, int32_t* su
         return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 #endif
     };
-    auto pair = [&](const uint8_t* one, const uint8_t* two) INLINE_LAMBDA {
-#if ADALOG_WIDE
-        return _mm512_or_si512(wide(one), _mm512_slli_epi32(wide(two), 16));
-#else
-        return _mm256_or_si256(wide(one), _mm256_slli_epi32(wide(two), 16));
-#endif
-    };
     for (; done + W <= channels; done += W) {
-        const I zero = pair(of.zero + done, of.zero + done);
         const int16_t* factors = of.factors + 2 * done;
-        I sum = set(0);
+        I sum = load(start + done, All{});
         for (int64_t p = 0; p < of.pairs; p++, factors += 2 * channels) {
-            const I both = pair(seen[2 * p] + done, seen[2 * p + 1] + done);
-            const I times = load(reinterpret_cast<const int32_t*>(factors), All{});
-#if ADALOG_WIDE
-            sum = _mm512_dpwssd_epi32(sum, _mm512_sub_epi16(both, zero), times);
-#elif ADALOG_LEVEL == 2
-            sum = _mm256_dpwssd_avx_epi32(sum, _mm256_sub_epi16(both, zero), times);
-#else
-            sum = add(sum, _mm256_madd_epi16(_mm256_sub_epi16(both, zero), times));
-#endif
+            const I one = wide(seen[2 * p] + done), two = shift_left_8(shift_left_8(wide(seen[2 * p + 1] + done)));
+            sum = add_pairs(sum, add(one, two), load(reinterpret_cast<const int32_t*>(factors), All{}));
         }
         store(sums + done, sum, All{});
     }
+    return done;
+}
 #endif
+
+// Computes the sums of all channels over the kernel. seen: the pixel under each tap, or the zero points beyond the edge.
+// start: the negative sums over zero points.
+INLINE void sums_of(const Depthwise& of, const uint8_t* const* seen, const int32_t* start, int32_t* sums) {
+    const int64_t channels = of.channels;
+    int64_t done = 0;
+#if ADALOG_WIDE || ADALOG_YMM
+    done = add_products(of, seen, start, sums);
+#endif
+    if (done == channels) return;
     std::fill(sums + done, sums + channels, 0);
     for (int64_t p = 0; p < of.pairs; p++) {
         const uint8_t *one = seen[2 * p], *two = seen[2 * p + 1];
@@ -2704,20 +2745,37 @@ void depthwise(const void* arguments, int64_t number, uint8_t* scratch) {
     int64_t size[2];
     sizes_of(of, size);
     const int64_t image = number / size[0], top = number % size[0] * of.stride[0] - of.padding[0];
-    memory.seen[2 * of.pairs - 1] = of.zero;
+    const int64_t last = (of.kernel[1] - 1) * of.dilation[1], taps = 2 * of.pairs;
+    std::fill(memory.seen, memory.seen + taps, of.zero);
+    std::fill(memory.steps, memory.steps + taps, 0);
+#if ADALOG_WIDE || ADALOG_YMM
+    std::fill(memory.sums, memory.sums + of.channels, 0);
+    const int64_t summed = add_products(of, memory.seen, memory.sums, memory.start);
+    for (int64_t c = 0; c < summed; c++) memory.start[c] = -memory.start[c];
+#endif
     finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
+        bool was_inside = false;
         for (int64_t x = 0; x < size[1]; x++) {
-            const uint8_t** seen = memory.seen;
-            for (int64_t i = 0; i < of.kernel[0]; i++) {
-                const int64_t down = top + i * of.dilation[0];
-                const bool there = down >= 0 && down < of.height;
-                const uint8_t* line = of.data + (image * of.height + (there ? down : 0)) * of.width * of.channels;
-                for (int64_t j = 0; j < of.kernel[1]; j++) {
-                    const int64_t across = x * of.stride[1] - of.padding[1] + j * of.dilation[1];
-                    *seen++ = there && across >= 0 && across < of.width ? line + across * of.channels : of.zero;
+            const int64_t left = x * of.stride[1] - of.padding[1];
+            const bool is_inside = left >= 0 && left + last < of.width;
+            if (is_inside && was_inside) {
+                for (int64_t tap = 0; tap < taps; tap++) memory.seen[tap] += memory.steps[tap];
+            } else {
+                int64_t tap = 0;
+                for (int64_t i = 0; i < of.kernel[0]; i++) {
+                    const int64_t down = top + i * of.dilation[0];
+                    const bool there = down >= 0 && down < of.height;
+                    const uint8_t* line = of.data + (image * of.height + (there ? down : 0)) * of.width * of.channels;
+                    for (int64_t j = 0; j < of.kernel[1]; j++, tap++) {
+                        const int64_t across = left + j * of.dilation[1];
+                        const bool is_seen = there && across >= 0 && across < of.width;
+                        memory.seen[tap] = is_seen ? line + across * of.channels : of.zero;
+                        memory.steps[tap] = is_seen ? of.stride[1] * of.channels : 0;
+                    }
                 }
             }
-            sums_of(of, memory.seen, memory.sums);
+            was_inside = is_inside;
+            sums_of(of, memory.seen, memory.start, memory.sums);
             finisher.rows(0, number * size[1] + x, 0, 1, of.channels, memory.sums, of.channels);
         }
     });
