@@ -45,7 +45,7 @@ class FisherWeights(BlockError):
             return torch.cat([self._mean] * len(numbers), self._dim)
         return pick(self._floats, {self._name: self._squares}, numbers)[self._name]
 
-    def __call__(self, difference: Tensor, numbers: Tensor) -> Tensor:
+    def __call__(self, difference: Tensor, numbers: Tensor, exact: Tensor | None = None) -> Tensor:
         return (difference.square() * self.weights(numbers)).mean()
 
 
@@ -100,7 +100,7 @@ class LowRankFisher(BlockError):
         along = size @ gradients.t()
         return ((along @ self._inverse) * along).sum(1).mean(), (size.square() @ gradients.mean(0)).mean()
 
-    def __call__(self, difference: Tensor, numbers: Tensor) -> Tensor:
+    def __call__(self, difference: Tensor, numbers: Tensor, exact: Tensor | None = None) -> Tensor:
         low, diagonal = self._parts(difference)
         return low / self._units[0] + diagonal / self._units[1]
 
