@@ -195,6 +195,18 @@ def rows_after_padding():
     return Toy(run, **modules, row=nn.Parameter(torch.randn(8))), x
 
 
+def about_zero():
+    """A norm without a bias, whose fold is subtracted behind it, and one that is a result."""
+    modules = {
+        "norm": nn.RMSNorm(24),
+        "other": nn.RMSNorm(24, eps=1e-3),
+        "up": nn.Linear(24, 50),
+        "down": nn.Linear(50, 24),
+    }
+    nn.init.normal_(modules["norm"].weight, 1, 0.5)
+    return Toy(lambda m, x: m.other(x + m.down(F.gelu(m.up(m.norm(x))))), **modules), torch.randn(6, 7, 24) + 0.2
+
+
 def linear_attention(m, x):
     """Attention without softmax: values are summed by keys first, so that a left operand lies across."""
     q, k, v = m.qkv(x).unflatten(-1, (3, 2, 12)).permute(2, 0, 3, 1, 4)
@@ -237,6 +249,7 @@ MODELS = {
     "block": (block, [], 9, 1e-5),
     "heads": (normalised, ["clamp_min.default", "div.Tensor", "linalg_vector_norm.default"], 14, 1e-5),
     "rows read in parts": (merging, ["flip.default", "roll.default"], 7, 1e-5),  # and codes, up, two norms, down
+    "norms about zero": (about_zero, [], 4, 1e-5),  # two norms and two linears
     "rows after padding": (rows_after_padding, [], 3, 1e-5),  # two norms and a linear
     "nothing hidden": (lambda: (Masked(torch.zeros(7, 7).bool()), torch.randn(6, 7, 24)), [], 3, 1e-5),
     "hidden": (hidden, ["masked_fill.Scalar", "softmax.int"], 7, 1e-5),

@@ -91,6 +91,14 @@ def test_scales_of_layers_and_relative_biases(fast):
     assert torch.allclose(project.factor, torch.linspace(0.5, 1.5, 24))
 
 
+@pytest.mark.parametrize(("epsilon", "used"), [(1e-3, 1e-3), (None, torch.finfo(torch.float32).eps)])
+def test_an_rms_norm_is_a_norm_about_zero(fast, epsilon, used):
+    norm = nn.RMSNorm(24, eps=epsilon)
+    steps = working(recognised(*made(fast, lambda: (nn.Sequential(norm, nn.Linear(24, 5)), torch.randn(8, 7, 24)))))
+    assert [told(each) for each in steps] == ["Norm codes", "Linear"]
+    assert (steps[0].about_zero, steps[0].epsilon) == (True, used)
+
+
 def test_moves_of_rows(fast):
     steps = working(recognised(*made(fast, merging)))
     assert [told(each) for each in steps] == ["Encode", "Linear", "Norm + residual", "Norm codes", "Linear"]

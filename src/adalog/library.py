@@ -10,8 +10,8 @@ from typing import Any
 
 from adalog.errors import AdalogError
 
-ABI = 14  # version of the library's interface
-LAYOUT = "a06b6a11"  # digest of the layout of the library's structures, which `runtime.native.abi` mirrors
+ABI = 15  # version of the library's interface
+LAYOUT = "bb200219"  # digest of the layout of the library's structures, which `runtime.native.abi` mirrors
 Offsets = dict[str, tuple[int, int]]  # (offset, size) in bytes by "Structure" and "Structure.field"
 # In the order of the bits in `adalog_features`.
 LEVELS = ("scalar", "avx2", "avxvnni", "avx512vnni", "amx", "neon", "i8mm", "wasm")

@@ -98,7 +98,13 @@ class Encode(ctypes.Structure):
 
 
 class Norm(ctypes.Structure):
-    _fields_ = _fields(("data", c_void_p), ("bytes row rows columns", c_int64), ("epsilon", c_float), ("out", Output))
+    _fields_ = _fields(
+        ("data", c_void_p),
+        ("bytes row rows columns", c_int64),
+        ("epsilon", c_float),
+        ("about_zero", c_int32),
+        ("out", Output),
+    )
 
 
 _WINDOW = (  # of a convolution

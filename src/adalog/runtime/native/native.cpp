@@ -701,7 +701,7 @@ API unsigned adalog_features(void) {
 }
 
 // Returns the version of this interface. library.py refuses a library of another version.
-API int adalog_abi(void) { return 14; }
+API int adalog_abi(void) { return 15; }
 
 // Returns the name of a row of `FIELDS`, and writes its offset and size in bytes. Null after the last. library.py refuses a
 // library whose structures differ.
@@ -2605,7 +2605,7 @@ void norm(const void* arguments, int64_t number, uint8_t*) {
 #pragma GCC unroll 4
                 for (int j = 0; j < 4; j++) sum[j] = add(sum[j], load(x + i + j * W, All{}));
             over(of.columns - quick, [&](int64_t i, auto which) INLINE_LAMBDA { sum[0] = add(sum[0], load(x + quick + i, which)); });
-            const F mean = set(total(add(add(sum[0], sum[1]), add(sum[2], sum[3]))) / float(of.columns));
+            const F mean = set(of.about_zero ? 0.0f : total(add(add(sum[0], sum[1]), add(sum[2], sum[3]))) / float(of.columns));
             for (int64_t i = 0; i < quick; i += 4 * W)
 #pragma GCC unroll 4
                 for (int j = 0; j < 4; j++) {

@@ -23,6 +23,7 @@ from adalog.errors import ProgramError, converting
 from adalog.graph.activations import BY_OPERATION
 from adalog.graph.operations import MOVES, aten
 from adalog.graph.program import Node, Program, Ref
+from adalog.graph.sites import NORMS
 from adalog.quantizers import Quantizer, UniformQuantizer
 from adalog.runtime.native.flow import FACTORS, SIZE, Flow, rows_behind, with_addition, with_constant
 from adalog.runtime.native.steps import (
@@ -41,7 +42,6 @@ from adalog.runtime.native.steps import (
 from adalog.runtime.native.tables import Codes, Finish, entries_of, lookup_of
 from adalog.runtime.reference import PRODUCT, IntegerSite
 
-_NORM = "aten.layer_norm.default"
 _POINTWISE = {*BY_OPERATION} | aten(
     "hardtanh.default leaky_relu.default erf.default softplus.default square.default abs.default neg.default "
     "mul.Tensor add.Tensor sub.Tensor div.Tensor mul.Scalar add.Scalar sub.Scalar div.Scalar "
@@ -110,7 +110,7 @@ class _Recogniser:
                     self._attention(node)
                 elif site is not None and self._is_fixed(node.args[2]) and node.name in self.pending:
                     self._linear(node, site)
-                elif node.op == _NORM and self._is_row_norm(node):
+                elif node.op in NORMS and self._is_row_norm(node):
                     self._norm(node)
 
     def default(self, node: Node) -> Step:
@@ -150,7 +150,7 @@ class _Recogniser:
             and not node.kwargs
             and shape.dtype == torch.float32
             and isinstance(source, Tensor)
-            and all(map(self._is_fixed, node.args[2:4]))
+            and all(self._is_fixed(arg) for arg in node.args[2:4] if isinstance(arg, Ref))
             and not self._flow.is_constant(node.name)
         )
 
@@ -160,12 +160,14 @@ class _Recogniser:
         finish = self._finish_of(rows.last, self._flow.columns(node.name, rows.last))
         if finish is None and constant is None:
             rows = with_addition(self._flow, rows, columns, self.pending)
-        arguments: list[Any] = list(node.args[:5])
-        source, _, weight, bias, epsilon = arguments + [None, None, 1e-5][len(arguments) - 2 :]
+        arguments, about_zero = dict(enumerate(node.args)), NORMS[node.op] == "rms_norm"
+        source, weight, bias = node.args[0], arguments.get(2), None if about_zero else arguments.get(3)
+        epsilon = arguments.get(3) if about_zero else arguments.get(4, 1e-5)
+        epsilon = torch.finfo(torch.float32).eps if epsilon is None else epsilon
         shape, shift = self._flow.shapes[rows.last].shape, self._tensor(bias)
         if constant is not None:
             shift = constant if shift is None else shift + constant
-        step = NormStep(rows.last, source.name, self._tensor(weight), shift, epsilon, shape, rows, finish)
+        step = NormStep(rows.last, source.name, self._tensor(weight), shift, epsilon, about_zero, shape, rows, finish)
         self._replace(rows.gone, step)
 
     def _linear(self, node: Node, site: IntegerSite) -> None:

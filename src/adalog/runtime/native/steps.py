@@ -51,11 +51,15 @@ class _SourceStep:
 
 @dataclass(frozen=True)
 class NormStep(_SourceStep):
-    """LayerNorm over the last dimension. shape: the shape of its result after the moves of its rows."""
+    """LayerNorm or RMSNorm over the last dimension. shape: the shape of its result after the moves of its rows.
+
+    about_zero: True for RMSNorm, which does not subtract the mean.
+    """
 
     weight: Tensor | None
     bias: Tensor | None
     epsilon: float
+    about_zero: bool
     shape: torch.Size
     rows: Rows
     finish: Finish

@@ -116,6 +116,7 @@ struct Norm {
     const float* data;
     int64_t bytes, row, rows, columns;
     float epsilon;
+    int32_t about_zero;  // 0 for LayerNorm, 1 for RMSNorm, which does not subtract the mean
     Output out;
 };
 // Encodes values as the quantizers do: here CODES divide by `scale`, round, and then add `bias`.
@@ -214,7 +215,7 @@ const Field FIELDS[] = {
     MORE(Attention, out, "Output"), FIELD(Attention, out_batch), FIELD(Attention, out_head),
     WHOLE(Norm),
     MORE(Norm, data, "bytes"), FIELD(Norm, bytes), FIELD(Norm, row), FIELD(Norm, rows), FIELD(Norm, columns),
-    FIELD(Norm, epsilon), MORE(Norm, out, "Output"),
+    FIELD(Norm, epsilon), FIELD(Norm, about_zero), MORE(Norm, out, "Output"),
     WHOLE(Encode),
     MORE(Encode, data, "bytes"), FIELD(Encode, bytes), FIELD(Encode, row), FIELD(Encode, rows), FIELD(Encode, columns),
     MORE(Encode, out, "Output"),
