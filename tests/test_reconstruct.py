@@ -674,23 +674,20 @@ def test_training_lowers_the_error_of_the_models_output_on_images_held_out(tinie
 
 
 def test_images_are_mixed_with_the_image_before():
-    """A share of them; by the second number, with a box whose area is what does not stay, or all over."""
+    """Some of them; by the second number, with a box whose area is what does not stay, or all over."""
     draw = torch.Generator().manual_seed(0)
     images = torch.randn(6, 2, 8, 12, generator=draw)
     draws = torch.rand(6, 5, generator=draw)
-    draws[:, 0], draws[:, 1] = (
-        torch.tensor([0.2, 0.2, 0.2, 0.8, 0.2, 0.2]),
-        torch.tensor([0.1, 0.9, 0.1, 0.1, 0.9, 0.1]),
-    )
-    found = mix(images, draws, 0.5)
-    for number, (decides, cuts, stays, *centre) in enumerate(draws.tolist()):
+    draws[:, 0], draws[:, 1] = torch.tensor([1, 1, 1, 0, 1, 1]), torch.tensor([0.1, 0.9, 0.1, 0.1, 0.9, 0.1])
+    found = mix(images, draws)
+    for number, (mixed, cuts, stays, *centre) in enumerate(draws.tolist()):
         weight = torch.full((8, 12), 1 - stays)
         for row in range(8) if cuts < 0.5 else ():
             for column in range(12):
                 places = ((row + 0.5) / 8, (column + 0.5) / 12)
                 far = max(abs(place - at) for place, at in zip(places, centre, strict=True))
                 weight[row, column] = far < (1 - stays) ** 0.5 / 2
-        weight *= decides < 0.5
+        weight *= mixed
         wanted = images[number] * (1 - weight) + images[number - 1] * weight
         torch.testing.assert_close(found[number], wanted, rtol=0, atol=1e-6)
     assert not torch.equal(found[0], images[0])
@@ -702,7 +699,8 @@ def test_the_float_network_says_what_mixed_images_should_give(pool, searched, lo
     block = block_of(*searched, pool[:24], number=0, scope="model", loss=loss, mixed=1.0)
     numbers, mixing = torch.tensor([3, 9, 4, 0]), torch.rand(4, 5, generator=torch.Generator().manual_seed(1))
     program, name, last = block._rewrite(block._assigned), block._in, searched[0].program.output.name
-    images = {name: mix(pool[:24][numbers], mixing, 1.0)}
+    mixing[:, 0] = 1
+    images = {name: mix(pool[:24][numbers], mixing)}
     wanted, got = (block._values.compute(images, [block._out], nodes)[block._out] for nodes in (block._nodes, program))
     errors = [(got - wanted).square().mean()]
     if loss == "output":
@@ -716,6 +714,12 @@ def test_only_images_are_mixed(pool, searched):
     mixed = {"scope": "model", "loss": "output", "mixed": 0.5}
     assert block_of(*searched, pool[:24], number=0, **mixed)._mixes
     assert not block_of(*searched, pool[:24], number=1, **mixed)._mixes
+
+
+def test_fewer_images_are_mixed_from_step_to_step(pool, searched):
+    block = block_of(*searched, pool[:24], number=0, scope="model", loss="output", mixed=0.8, iterations=400)
+    shares = torch.stack(list(block._mixing()))[..., 0].unflatten(0, (4, 100)).mean((1, 2))
+    assert torch.allclose(shares, 0.8 * torch.tensor([0.875, 0.625, 0.375, 0.125]), atol=0.06)
 
 
 def test_a_model_that_got_worse_goes_back(pool, tiniest_searched):

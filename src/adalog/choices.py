@@ -135,8 +135,9 @@ class Reconstruction:
         robust: Take a block's changes back if they make the model's output worse on images that are held out. The loss
             of a block that is the whole model tells that already.
         mirrored: As in `Correction`. The values of a block take twice the memory, and the number of steps is the same.
-        mixed: With the scope "model", the fraction of a step's images that are mixed with another one (CutMix and
-            mixup), if images are the only input, (N, C, H, W). The float network computes their targets in each step.
+        mixed: With the scope "model", the fraction of the first step's images that are mixed with another one (CutMix
+            and mixup), if images are the only input, (N, C, H, W). It falls linearly to zero. The float network
+            computes the targets of mixed images in each step.
 
     Raises:
         ValueError: If a field has an invalid value, or if images are mixed with another scope or with a loss that

@@ -75,20 +75,20 @@ _PRODUCTS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def mix(images: Tensor, draws: Tensor, share: float) -> Tensor:
-    """Return the images, of which a share is mixed with the image before; that of the first image is the last one.
+def mix(images: Tensor, draws: Tensor) -> Tensor:
+    """Return the images, of which some are mixed with the image before; that of the first image is the last one.
 
     Half of them get a box of that image (CutMix, Yun et al., ICCV 2019), and half are blended with it (mixup, Zhang et
     al., ICLR 2018).
 
-    images: (N, C, H, W). draws: (N, 5), uniform random numbers: whether to mix, whether to cut, the fraction of the
-    image that stays, and the height and width at which the box has its centre.
+    images: (N, C, H, W). draws: (N, 5): 1 for an image that is mixed and 0 for another one, and uniform random numbers:
+    whether it gets a box, the fraction of the image that stays, and the height and width of the centre of the box.
     """
     mixed, cut, stays, *centre = draws[..., None, None, None].unbind(1)
     half = (1 - stays).sqrt() / 2
     places = ((torch.arange(size, device=images.device) + 0.5) / size for size in images.shape[-2:])
     rows, columns = ((place - at).abs() < half for place, at in zip(places, centre, strict=True))
-    weight = torch.where(cut < 0.5, (rows.mT & columns).to(draws.dtype), 1 - stays) * (mixed < share)
+    weight = torch.where(cut < 0.5, (rows.mT & columns).to(draws.dtype), 1 - stays) * mixed
     return images.lerp(images.roll(1, 0), weight.to(images.dtype))
 
 
@@ -242,8 +242,8 @@ class BlockInTraining:
         numbers = torch.arange(floats.count, device=device)
         self._trained_on, self._held_out = _split(numbers) if apart else (numbers, numbers)
         self._batch = min(choices.batch, len(self._trained_on)) if apart else floats.count
-        only = [value.ndim for value in floats.images.values()] if self._in in floats.images else []
-        self._mixes = bool(choices.mixed) and apart and only == [4]
+        reads_images = [(name, value.ndim, value.is_floating_point()) for name, value in floats.images.items()]
+        self._mixes = bool(choices.mixed) and apart and reads_images == [(self._in, 4, True)]
         self._at_once = ranks.world == 1 and waits_for_launches(device)
         self._replay: Replay | None = None
         # Each share of a step has its own random numbers, whichever rank takes the share.
@@ -472,9 +472,13 @@ class BlockInTraining:
 
     def _mixing(self) -> Iterator[Tensor | None]:
         """Yield the random numbers of each step that `mix` takes, or None if images are not mixed."""
-        for _ in range(self._choices.iterations):
-            shape, generator = (self._batch, 5), self._generator
-            yield torch.rand(shape, generator=generator, device=generator.device) if self._mixes else None
+        for step in range(self._choices.iterations):
+            if not self._mixes:
+                yield None
+                continue
+            draws = torch.rand((self._batch, 5), generator=self._generator, device=self._generator.device)
+            draws[:, 0] = draws[:, 0] < self._choices.mixed * (1 - step / self._choices.iterations)
+            yield draws
 
     def _regulariser(self, done: float) -> Tensor | float:
         """Return AdaRound's regulariser over all weights of the block. done: the fraction of finished steps."""
@@ -508,7 +512,7 @@ class BlockInTraining:
         inputs, targets = (pick(self._values, chunk, numbers) for chunk in (self._inputs, self._targets))
         name, target, mixed = self._in, targets[self._out], None
         if mixing is not None:
-            inputs[name] = mix(inputs[name], mixing, self._choices.mixed)
+            inputs[name] = mix(inputs[name], mixing)
             with torch.no_grad():
                 target = mixed = self._run(self._nodes, inputs, drop)
         elif drop and mask is not None and inputs[name].is_floating_point():
