@@ -4,8 +4,8 @@ A block is trained to output the same values as in the float network (BRECQ, Li 
 that it gets once all blocks before it are quantized and trained. In each step, a random share of these inputs is
 replaced by the float network's values, and a random share of the values that its quantizers see is not quantized
 (QDrop, Wei et al., ICLR 2022). If the block reads the images, some of them can be mixed, so that few images go further.
-The processes of one job share the images of each step. A single process on an
-accelerator takes them at once and in few operations, and `replay` replays these as one graph.
+The processes of one job share the images of each step. A single process on an accelerator takes them at once and in few
+operations, and `replay` replays these as one graph.
 """
 
 import math
@@ -321,8 +321,8 @@ class BlockInTraining:
         Everything that differs from step to step is in tables on the device, with one row per step. parameters: the
         parameter groups of the optimizer, with their first learning rates. unit: as in `steps`.
         """
-        draws, mixing_of = torch.stack(list(self._draws())), [value for value in self._mixing() if value is not None]
-        mixings = torch.stack(mixing_of) if mixing_of else None
+        draws, mixed = torch.stack(list(self._draws())), [value for value in self._mixing() if value is not None]
+        mixings = torch.stack(mixed) if mixed else None
         device, last = draws.device, self._choices.iterations
         table = torch.tensor(
             [
