@@ -352,6 +352,10 @@ NO_NORMS = {
     "epsilon outside": lambda m, x: m.gain * x / (torch.sqrt(x.square().mean(-1, keepdim=True)) + 1e-6),
     "sample deviation": lambda m, x: m.gain * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-5),
     "two values": lambda m, x: m.gain * (x * root(x.flip(1))),
+    "two dimensions": lambda m, x: m.gain * (x * torch.rsqrt(x.pow(2).mean((1, -1), keepdim=True) + 1e-6)),
+    "a single weight": lambda m, x: m.single * (x * root(x)),
+    "a broadcast input": lambda m, x: m.gain * (x[..., :1] * root(x[..., :1])),
+    "another dtype": lambda m, x: (m.precise * (x * root(x))).float(),
     "no epsilon": lambda m, x: m.gain * (x * torch.rsqrt(x.square().mean(-1, keepdim=True))),
 }
 
@@ -359,6 +363,7 @@ NO_NORMS = {
 @pytest.mark.parametrize("name", [*NORMS, *NO_NORMS])
 def test_a_norm_of_several_operations_becomes_one(name):
     parameters = {part: nn.Parameter(torch.randn(8)) for part in ("gain", "shift")}
+    parameters |= {"single": nn.Parameter(torch.randn(1)), "precise": nn.Parameter(torch.randn(8).double())}
     model = Toy(lambda m, x: m.head((NORMS | NO_NORMS)[name](m, x)), head=nn.Linear(8, 3), **parameters)
     names = ops(check_capture(model, MORE_TOKENS))
     assert names == [name.partition(",")[0], "linear"] if name in NORMS else not {"rms_norm", "layer_norm"} & {*names}

@@ -92,7 +92,7 @@ def test_evaluate_a_folder(outputs, monkeypatch, capsys):
     assert [told[name] for name in unknown] == [None] * 7
     some = say(monkeypatch, capsys, *arguments, "--images", 9, "--seed", 3, "--json", "-")
     drawn = draw_indices(28, 9, 3)
-    assert json.loads(some)["images"] == 9
+    assert (json.loads(some)["images"], json.loads(some)["seed"], told["seed"]) == (9, 3, None)
     assert json.loads(some)["top1"]["value"] == (first == labels)[drawn].double().mean().item()
     text = say(monkeypatch, capsys, *arguments)
     assert f"out.safetensors, 28 images\ntop-1 {100 * told['top1']['value']:.1f} % (" in text
@@ -222,6 +222,7 @@ def test_images_without_labels_are_compared(folder, monkeypatch, capsys):
             "out.safetensors --data images --images 29",
             "--images 29 is more than the 28 images that there are: give fewer",
         ),
+        ("out.safetensors --data images --seed 1", "--seed has no effect on all images: give --images as well"),
         ("out.safetensors --data images --device abacus", "--device 'abacus' is not available"),
     ],
 )

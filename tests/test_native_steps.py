@@ -95,7 +95,7 @@ def test_scales_of_layers_and_relative_biases(fast):
 def test_an_rms_norm_is_a_norm_about_zero(fast, epsilon, used):
     norm = nn.RMSNorm(24, eps=epsilon)
     steps = working(recognised(*made(fast, lambda: (nn.Sequential(norm, nn.Linear(24, 5)), torch.randn(8, 7, 24)))))
-    assert [told(each) for each in steps] == ["Norm codes", "Linear"]
+    assert list(map(told, steps)) == ["Norm codes", "Linear"]
     assert (steps[0].about_zero, steps[0].epsilon) == (True, used)
 
 

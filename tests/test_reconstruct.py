@@ -679,7 +679,7 @@ def test_images_are_mixed_with_the_image_before():
     images = torch.randn(6, 2, 8, 12, generator=draw)
     draws = torch.rand(6, 5, generator=draw)
     draws[:, 0], draws[:, 1] = torch.tensor([1, 1, 1, 0, 1, 1]), torch.tensor([0.1, 0.9, 0.1, 0.1, 0.9, 0.1])
-    found = mix(images, draws)
+    result = mix(images, draws)
     for number, (mixed, cuts, stays, *centre) in enumerate(draws.tolist()):
         weight = torch.full((8, 12), 1 - stays)
         for row in range(8) if cuts < 0.5 else ():
@@ -689,9 +689,9 @@ def test_images_are_mixed_with_the_image_before():
                 weight[row, column] = far < (1 - stays) ** 0.5 / 2
         weight *= mixed
         wanted = images[number] * (1 - weight) + images[number - 1] * weight
-        torch.testing.assert_close(found[number], wanted, rtol=0, atol=1e-6)
-    assert not torch.equal(found[0], images[0])
-    assert torch.equal(found[3], images[3])
+        torch.testing.assert_close(result[number], wanted, rtol=0, atol=1e-6)
+    assert not torch.equal(result[0], images[0])
+    assert torch.equal(result[3], images[3])
 
 
 @pytest.mark.parametrize("loss", ["squared", "output"])
@@ -718,7 +718,7 @@ def test_only_images_are_mixed(pool, searched):
 
 def test_fewer_images_are_mixed_from_step_to_step(pool, searched):
     block = block_of(*searched, pool[:24], number=0, scope="model", loss="output", mixed=0.8, iterations=400)
-    shares = torch.stack(list(block._mixing()))[..., 0].unflatten(0, (4, 100)).mean((1, 2))
+    shares = torch.stack(list(block._draw_mixing()))[..., 0].unflatten(0, (4, 100)).mean((1, 2))
     assert torch.allclose(shares, 0.8 * torch.tensor([0.875, 0.625, 0.375, 0.125]), atol=0.06)
 
 

@@ -334,11 +334,13 @@ MIXED = "its channels are mixed with positions before"
         (lambda m, x: F.linear(m.norm(x).flatten(2), m.wide), f"{MIXED} wide"),
         (lambda m, x: m.fc(m.plain(x)), "it has no stored weight to fold into"),
         (lambda m, x: m.fc(F.rms_norm(x, (32,), m.norm(x)[0, 0, 0])), "it has no stored weight to fold into"),
+        (lambda m, x: m.fc(F.layer_norm(x, (32,), m.own, m.own)), "it has no stored bias of its own to fold into"),
         (lambda m, x: m.fc(m.square(x)), "it normalises more than the channels"),
     ],
 )
 def test_other_norms_are_refused_in_writing(function, why):
     norms = {"plain": nn.LayerNorm(32, elementwise_affine=False), "square": nn.LayerNorm((32, 32))}
+    norms["own"] = nn.Parameter(torch.randn(32))
     (pair,) = pairs_of(function, conv=nn.Conv2d(3, 4, 3), wide=nn.Parameter(torch.randn(4, 1024)), **norms)
     assert pair.refusal == why
 

@@ -200,7 +200,7 @@ class Config:
             >>> config.weight_bits, config.images_needed
             (3, 128)
         """
-        match = re.fullmatch(r"w(\d+)a(\d+)(?:s(\d+))?", str(bits), re.IGNORECASE)
+        match = re.fullmatch(r"w(\d+)a(\d+)(?:s(\d+))?", str(bits), re.ASCII | re.IGNORECASE)
         if match is None:
             raise ValueError(f"bits = {bits!r} is not of the form w4a4 or w4a4s3")
         if method not in METHODS:
@@ -382,7 +382,7 @@ def pinned_widths(bits: int | str) -> dict[str, int]:
     """Return the fields of `Config` that pinned bits set. Raises ValueError for text of another form."""
     if isinstance(bits, int):
         return dict.fromkeys(("weight_bits", "activation_bits", "softmax_bits", "input_bits"), bits)
-    match = re.fullmatch(r"(?:w(\d+))?(?:a(\d+))?(?:s(\d+))?(?:i(\d+))?", bits, re.ASCII)
+    match = re.fullmatch(r"(?:w(\d+))?(?:a(\d+))?(?:s(\d+))?(?:i(\d+))?", bits, re.ASCII | re.IGNORECASE)
     if match is None or not bits:
         raise ValueError(f"pinned bits {bits!r} are not of the form 8, w4a8, w4, a8s4 or i4")
     weight, activation, softmax, image = match.groups()

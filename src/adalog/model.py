@@ -67,7 +67,7 @@ class QuantizedModel(nn.Module):
 
     @property
     def refusals(self) -> Mapping[str, str]:
-        """The reasons by name: why a LayerNorm was not folded, or why a multiplication stays float."""
+        """The reasons by name: why a norm was not folded, or why a multiplication stays float."""
         return self.quantized.refusals
 
     @property

@@ -23,7 +23,7 @@ class QuantizedProgram:
         program: The operations, codes and quantizers.
         config: The choices with which it was quantized.
         ledger: One row per site.
-        refusals: Each LayerNorm that was not folded and each multiplication that stays float, with the reason.
+        refusals: Each norm that was not folded and each multiplication that stays float, with the reason.
         provenance: The seed, the number and digest of the calibration images, and notes of the caller.
         example: The inputs with zero images, (0, ...) each, which give the shapes and dtypes. Empty if these are
             unknown.

@@ -3,9 +3,9 @@
 A block is trained to output the same values as in the float network (BRECQ, Li et al., ICLR 2021). Its inputs are those
 that it gets once all blocks before it are quantized and trained. In each step, a random share of these inputs is
 replaced by the float network's values, and a random share of the values that its quantizers see is not quantized
-(QDrop, Wei et al., ICLR 2022). If the block reads the images, some of them can be mixed, so that few images go further.
-The processes of one job share the images of each step. A single process on an accelerator takes them at once and in few
-operations, and `replay` replays these as one graph.
+(QDrop, Wei et al., ICLR 2022). If the block reads the images, some of them can be mixed. The processes of one job share
+the images of each step. A single process on an accelerator takes them at once and in few operations, and `replay`
+replays these as one graph.
 """
 
 import math
@@ -306,7 +306,7 @@ class BlockInTraining:
             return
         optimizer = torch.optim.Adam(parameters, fused=True)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, choices.iterations)
-        for step, (numbers, mixing) in enumerate(zip(self._draws(), self._mixing(), strict=True), 1):
+        for step, (numbers, mixing) in enumerate(zip(self._draws(), self._draw_mixing(), strict=True), 1):
             optimizer.zero_grad()
             with torch.enable_grad():
                 self._descend(numbers, mixing, unit, step / choices.iterations)
@@ -321,7 +321,7 @@ class BlockInTraining:
         Everything that differs from step to step is in tables on the device, with one row per step. parameters: the
         parameter groups of the optimizer, with their first learning rates. unit: as in `steps`.
         """
-        draws, mixed = torch.stack(list(self._draws())), [value for value in self._mixing() if value is not None]
+        draws, mixed = torch.stack(list(self._draws())), [value for value in self._draw_mixing() if value is not None]
         mixings = torch.stack(mixed) if mixed else None
         device, last = draws.device, self._choices.iterations
         table = torch.tensor(
@@ -470,7 +470,7 @@ class BlockInTraining:
             yield left[: self._batch].sort().values if self._batch == len(self._trained_on) else left[: self._batch]
             left = left[self._batch :]
 
-    def _mixing(self) -> Iterator[Tensor | None]:
+    def _draw_mixing(self) -> Iterator[Tensor | None]:
         """Yield the random numbers of each step that `mix` takes, or None if images are not mixed."""
         for step in range(self._choices.iterations):
             if not self._mixes:
@@ -513,7 +513,7 @@ class BlockInTraining:
         name, target, mixed = self._in, targets[self._out], None
         if mixing is not None:
             inputs[name] = mix(inputs[name], mixing)
-            with torch.no_grad():
+            with torch.no_grad():  # with the products of a step, which are quicker
                 target = mixed = self._run(self._nodes, inputs, drop)
         elif drop and mask is not None and inputs[name].is_floating_point():
             exact = pick(self._values, {name: self._exact[name]}, numbers)

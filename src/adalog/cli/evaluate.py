@@ -63,7 +63,7 @@ def command(
     check_outputs(json_out, reads=(file, source_of(model), checkpoint, instances, data, support))
     place, jobs = options.find_device(device), options.thread_count(threads)
     others = {
-        "--images": count is not None,
+        "--images": count is not None or seed > 0,
         "--model": model is not None,
         "--support": support is not None,
         "--device": place.type != "cpu",
@@ -87,6 +87,7 @@ def command(
     queries, support_images = (None, None) if data is None else find_support(data, support)
     if queries is not None and queries.labels is None and model is None:
         raise DataError(f"{data} has no labels: add them, or give --model to compare with a full-precision model")
+    images, labels = _draw(demo.test_images() if queries is None else (queries, queries.labels), count, seed)
     quantized = adalog.load(file)
     if data is None:
         check_bundled(file, quantized)
@@ -97,7 +98,6 @@ def command(
         raise stranger(file)
     runs = quantized if executor is None else compile_artifact(file, quantized, executor, jobs)
     networks: list[nn.Module] = [runs] if loaded is None else [runs, loaded.module]
-    images, labels = _draw(demo.test_images() if queries is None else (queries, queries.labels), count, seed)
     truth = None if labels is None else torch.as_tensor(labels)
     single = [place.type != "cpu" or (executor == "native" and network is runs) for network in networks]
     prepared, nearest = PreparedImages(images, preprocessing), None
@@ -121,6 +121,7 @@ def command(
     result = tallies[0].score()
     full = None if truth is None or reference is None else tallies[1].score()
     record = {"file": str(file), "executor": executor, "reference": reference, **dataclasses.asdict(result)}
+    record |= {"seed": None if count is None else seed}
     record |= {"full_precision": None if full is None else dataclasses.asdict(full)}
     sites = artifact.describe(quantized.quantized)["sites"]  # with the SQNR on the calibration images
     show(record | {"sites": sites}, json_out, views.describe_score(str(file), result, reference, full))
@@ -132,6 +133,8 @@ def _draw(
     """Return `count` of the images, at random and in their order, and their labels. None: return all of them."""
     images, labels = labelled
     if count is None:
+        if seed:
+            raise ValueError("--seed has no effect on all images: give --images as well, or leave it out")
         return labelled
     if count > len(images):
         raise DataError(f"--images {count} is more than the {len(images)} images that there are: give fewer")

@@ -103,11 +103,11 @@ def command(
 ) -> None:
     """Quantize a model and write it to one file, the artifact."""
     limits = budgets.read_budget(budget, target_bops, target_fixops, max_kl)
-    if out.suffix in (".onnx", ".xml", ".pte", ".adalog"):
-        command = "adalog pack" if out.suffix == ".adalog" else "adalog export"
+    if out.suffix.lower() in (".onnx", ".xml", ".pte", ".adalog"):
+        converter = "adalog pack" if out.suffix == ".adalog" else "adalog export"
         raise DataError(
             f"--out {out} is the name of another format: give --out {out.with_suffix('.safetensors')}, and convert it "
-            f"with `{command}`"
+            f"with `{converter}`"
         )
     config = dataclasses.replace(
         Config.preset(bits, method), images=images, pinned=tuple(map(options.read_pinned, pinned or ()))

@@ -10,15 +10,17 @@ in this order:
     store_parameters      a parameter computed from tensors  -> a stored tensor;   x W -> linear(x, W^T)
     store_constants       an operation outside the whitelist on tensors that no input reaches -> a stored tensor
     join_activations      x (1 + erf(x / sqrt 2)) / 2        -> gelu(x), and the same for others
-    join_norms            w x / sqrt(mean x^2 + eps)         -> rms_norm(x); the same for layer_norm
     fold_batch_norms      batch_norm(conv(x))                -> conv(x), with other weights
+
+Last, `join_norms`, which needs the shapes of values, rewrites w x / sqrt(mean x^2 + eps) to rms_norm(x), and the same
+for layer_norm.
 """
 
 import math
 import string
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -29,6 +31,7 @@ from adalog.graph.activations import BY_OPERATION
 from adalog.graph.operations import OPERATIONS, PRODUCTS, aten, resolve
 from adalog.graph.program import Arg, Node, Program, Ref, map_refs
 from adalog.graph.sites import find_source
+from adalog.graph.tracing import trace
 
 # Arguments that are parameters: (operation, position) -> "weight" or "bias".
 PARAMETERS = {
@@ -714,7 +717,7 @@ _JOINED: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def _parts_of(program: Program, node: Node, ops: Collection[str]) -> list[Node]:
+def _find_parts(program: Program, node: Node, ops: Collection[str]) -> list[Node]:
     """Return the operations among `ops` that compute a value, itself first, or some of them if there are many."""
     parts = [node]
     for part in parts:
@@ -762,7 +765,7 @@ def join_activations(program: Program) -> Program:
     def join(node: Node) -> Node:
         if node.op not in aten("mul.Tensor mul.Scalar div.Tensor div.Scalar"):
             return node
-        parts = _parts_of(program, node, _POINTWISE)
+        parts = _find_parts(program, node, _POINTWISE)
         for x in dict.fromkeys(name for part in parts for name in part.refs()):
             computed = _evaluate(program, parts, 0, x, grid) if len(parts) > 1 else None
             for op, kwargs, values in wanted:
@@ -773,19 +776,28 @@ def join_activations(program: Program) -> Program:
     return replace(program, nodes=tuple(map(join, program.nodes))).prune()
 
 
-def join_norms(program: Program) -> Program:
+def join_norms(program: Program, example: Sequence[Tensor]) -> Program:
     """Rewrite a LayerNorm or RMSNorm with a weight that several operations compute to one operation.
 
     Their values on random rows decide. Some rows are so small that the norm's epsilon counts. The rows have more
-    dimensions than a model's values, so that only a dimension counted from the end can be the last one.
+    dimensions than a model's values, so that only a dimension counted from the end can be the last one. A norm that
+    broadcasts its input, or that has a weight of another dtype, stays. example: inputs to trace the program.
     """
     vectors = {name: value for name, value in program.tensors.items() if value.ndim == 1 and value.is_floating_point()}
+    kinds = cache(lambda: trace(program, example))
+
+    def takes(x: str, arguments: Sequence[Any]) -> bool:
+        """Return True if x has a row for the weight, and the dtype of the weight and the bias."""
+        value, own = kinds().get(x), [vectors[arg.name] for arg in arguments if isinstance(arg, Ref)]
+        return isinstance(value, Tensor) and all(
+            value.dtype == one.dtype and value.ndim > 0 and value.shape[-1] == len(one) for one in own
+        )
 
     def join(node: Node) -> Node:
         own = [name for name in node.refs() if name in vectors]
         if node.op not in aten("mul.Tensor add.Tensor") or len(own) != 1:
             return node
-        parts, count = _parts_of(program, node, _NORMALISING), len(vectors[own[0]])
+        parts, count = _find_parts(program, node, _NORMALISING), len(vectors[own[0]])
         read = list(dict.fromkeys(name for part in parts for name in part.refs()))
         epsilons = {arg for part in parts for arg in part.args if isinstance(arg, float) and arg > 0}
         norms: list[tuple[str, tuple[Any, ...]]] = []
@@ -798,14 +810,15 @@ def join_norms(program: Program) -> Program:
             norms += [("aten.layer_norm.default", (Ref(name), Ref(own[0]), epsilon)) for name, epsilon in pairs]
         if not norms or not any(part.op in _MEANS for part in parts):
             return node
-        rows = torch.randn(*(1,) * 6, 9, count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        rows = (rows + 0.5) * torch.logspace(-6, 2, 9, dtype=torch.float64)[:, None]
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(2, 2, 2, 2, 5, count, generator=generator, dtype=torch.float64) + 0.5
+        rows = rows * torch.logspace(-6, 2, 5, dtype=torch.float64)[:, None]
         computed = {x: values for x in read if (values := _evaluate(program, parts, 1, x, rows)) is not None}
         for op, args in norms if computed else ():
             parameters = [vectors[arg.name].cpu().double() if isinstance(arg, Ref) else arg for arg in args]
             wanted = resolve(op)(rows, (count,), *parameters)
             for x, values in computed.items():
-                if torch.allclose(values, wanted, 1e-9, 1e-12):
+                if torch.allclose(values, wanted, 1e-9, 1e-12) and takes(x, args):
                     return replace(node, op=op, args=(Ref(x), (count,), *args), kwargs={})
         return node
 
@@ -856,7 +869,6 @@ REWRITES: tuple[Callable[[Program], Program], ...] = (
     store_parameters,
     store_constants,
     join_activations,
-    join_norms,
     fold_batch_norms,
 )
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from adalog.device import full_float32
 from adalog.errors import CaptureError, ProgramError
-from adalog.graph.canonical import PARAMETERS, UNFOLDED, OpCall, canonical
+from adalog.graph.canonical import PARAMETERS, UNFOLDED, OpCall, canonical, join_norms
 from adalog.graph.exported import ONE_SIZE, WITHOUT_IT, at, export_model, place_of_node, run_on, shapes_of
 from adalog.graph.modules import float_module
 from adalog.graph.operations import FLOAT_PRODUCTS, OPERATIONS, PADS, PLACEMENT, aten
@@ -169,6 +169,7 @@ def _import(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> Progr
     program = canonical(Program(tuple(inputs), tuple(importer.nodes), output, tensors).prune())
     _check_operations(model, program, importer.sources)
     _check_weights(model, program)
+    program = join_norms(program, [value for value in example if isinstance(value, Tensor)])
     shapes = {ref.name: _meta(node).shape for node in placeholders if isinstance(ref := standing[node.name], Ref)}
     free = {name: (2, 3) for name in inputs if len(shapes[name]) == 4}
     if not any_size or not free:  # without an input (N, C, H, W), a free batch size does not need a rule

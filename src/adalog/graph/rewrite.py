@@ -10,7 +10,7 @@ from torch import Tensor
 from adalog.graph.convolution import conv_geometry
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, Program, Ref
-from adalog.graph.sites import Pair, Site
+from adalog.graph.sites import Pair, Site, read_parameters
 from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer
 
 
@@ -161,7 +161,7 @@ class _Build:
         norm = pair.norm
         if norm.name in self._folded:  # the norm feeds several groups
             return
-        refs = [ref for ref in norm.args[2:4] if isinstance(ref, Ref)]  # its weight, and its bias if it has one
+        refs = [ref for ref in read_parameters(norm) if ref is not None]
         names = [self._own(ref.name, [norm]) for ref in refs]
         key = norm.name, id(assignment)
         if key not in self._cache:

@@ -1,4 +1,4 @@
-"""Find the sites, LayerNorm pairs and blocks of a program from its flow of data, never from names."""
+"""Find the sites, pairs and blocks of a program from its flow of data, never from names."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ NORMS = {"aten.layer_norm.default": "layer_norm", "aten.rms_norm.default": "rms_
 
 @dataclass(frozen=True)
 class Source:
-    """The origin of an operand: "weight", "input", "layer_norm", "softmax", an activation's name, or "other".
+    """The origin of an operand: "weight", "input", the name of a norm, "softmax", an activation's name, or "other".
 
     node: the node that computed it, before any views. minimum: the least value that this operation returns.
     """
@@ -65,7 +65,7 @@ class Pair:
     """A norm and the linears that read it; its channel scales fold into them unless there is a `refusal`.
 
     shifted: True if the fold's beta is subtracted before each linear, and not in the norm: the norm has no bias, or its
-    output is padded with zeros, which must lose beta too.
+    output is padded with zeros, from which beta must be subtracted too.
     """
 
     norm: Node
@@ -254,13 +254,8 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
     for norm in program.nodes:
         if norm.op not in NORMS:
             continue
-        reading, refusals = [], []
-        weight, bias = (*norm.args[2 : 3 + (norm.op == "aten.layer_norm.default")], None, None)[:2]
-        shifted = bias is None
-        if len(norm.args[1]) != 1:
-            refusals.append("it normalises more than the channels")
-        if weight is None or any(arg is not None and arg.name not in program.tensors for arg in (weight, bias)):
-            refusals.append("it has no stored weight to fold into")
+        reading, refusals = [], _parameter_refusals(program, norm)
+        shifted = read_parameters(norm)[1] is None
         for name, channels in channels_in_views(norm.name, values, readers, padded=True):
             if name in outputs:
                 refusals.append("it is an output of the model")
@@ -278,6 +273,25 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
         if reading:
             pairs.append(Pair(norm, tuple(reading), refusals[0] if refusals else "", shifted))
     return pairs
+
+
+def read_parameters(norm: Node) -> tuple[Ref | None, Ref | None]:
+    """Return the weight and the bias of a norm of `NORMS`, None if it lacks one."""
+    weight, bias, *_ = (*norm.args[2:], None, None)
+    return weight, bias if norm.op == "aten.layer_norm.default" else None
+
+
+def _parameter_refusals(program: Program, norm: Node) -> list[str]:
+    """Return the reasons why a fold cannot change the parameters of a norm."""
+    weight, bias = read_parameters(norm)
+    refusals = []
+    if len(norm.args[1]) != 1:
+        refusals.append("it normalises more than the channels")
+    if weight is None or weight.name not in program.tensors:
+        refusals.append("it has no stored weight to fold into")
+    if bias is not None and (bias.name not in program.tensors or bias == weight):
+        refusals.append("it has no stored bias of its own to fold into")
+    return refusals
 
 
 def find_splits(program: Program, sites: Sequence[Site], example: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -76,7 +76,7 @@ class Fold:
         return Fold(ratio, mean * ((shared.round() if rounds else shared) - zero_point))
 
     def norm(self, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return (weight, bias) of the norm that outputs x / ratio - beta; without a bias, one that leaves beta in."""
+        """Return (weight, bias) of the norm that outputs x / ratio - beta. Without a bias, return only the weight."""
         return (weight / self.ratio, *([] if bias is None else [bias / self.ratio - self.beta]))
 
     def activation(self, x: Tensor) -> Tensor:

@@ -154,8 +154,8 @@ class _Emitter:
         scale = torch.ones(columns).double() if step.weight is None else step.weight.double()
         output = layout.output(step.finish, [plane.view(-1, columns) for plane in out], scale, step.bias)
         layout.move_rows(output, step.rows, self._added(step))
-        sums = {"epsilon": step.epsilon, "about_zero": step.about_zero}
-        layout.call("norm", abi.Norm(**products.row_fields(x.view(-1, columns)), **sums, out=output))
+        kind = {"epsilon": step.epsilon, "about_zero": step.about_zero}
+        layout.call("norm", abi.Norm(**products.row_fields(x.view(-1, columns)), **kind, out=output))
         return _value(step.finish, out)
 
     def _added(self, step: steps.NormStep | steps.LinearStep) -> Tensor | None:

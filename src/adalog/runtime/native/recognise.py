@@ -23,7 +23,7 @@ from adalog.errors import ProgramError, converting
 from adalog.graph.activations import BY_OPERATION
 from adalog.graph.operations import MOVES, aten
 from adalog.graph.program import Node, Program, Ref
-from adalog.graph.sites import NORMS
+from adalog.graph.sites import NORMS, read_parameters
 from adalog.quantizers import Quantizer, UniformQuantizer
 from adalog.runtime.native.flow import FACTORS, SIZE, Flow, rows_behind, with_addition, with_constant
 from adalog.runtime.native.steps import (
@@ -150,7 +150,7 @@ class _Recogniser:
             and not node.kwargs
             and shape.dtype == torch.float32
             and isinstance(source, Tensor)
-            and all(self._is_fixed(arg) for arg in node.args[2:4] if isinstance(arg, Ref))
+            and all(map(self._is_fixed, read_parameters(node)))
             and not self._flow.is_constant(node.name)
         )
 
@@ -161,7 +161,7 @@ class _Recogniser:
         if finish is None and constant is None:
             rows = with_addition(self._flow, rows, columns, self.pending)
         arguments, about_zero = dict(enumerate(node.args)), NORMS[node.op] == "rms_norm"
-        source, weight, bias = node.args[0], arguments.get(2), None if about_zero else arguments.get(3)
+        source, (weight, bias) = node.args[0], read_parameters(node)
         epsilon = arguments.get(3) if about_zero else arguments.get(4, 1e-5)
         epsilon = torch.finfo(torch.float32).eps if epsilon is None else epsilon
         shape, shift = self._flow.shapes[rows.last].shape, self._tensor(bias)
