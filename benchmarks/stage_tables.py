@@ -20,7 +20,9 @@ CURRENT = {
     "TinyViT": "reconstruct-tiny_vit",
     "the bundled ViT": "reconstruct-bundled",
 }
-# With half the steps of the training, and without mirror images.
+# With mixed images in the training.
+MIXED = {model: f"{CURRENT[model]}-mixed" for model in ("DeiT-T",)}
+# With half the steps of the training, and without mirror images and mixed images.
 SHORTER = {model: f"{name}-shorter" for model, name in CURRENT.items()}
 # With a training of blocks after today's correction. DeiT-T and TinyViT took earlier rates for the whole model.
 BLOCKS = {model: f"{name}-blocks" for model, name in CURRENT.items()}
@@ -62,21 +64,23 @@ def stages_table() -> str:
 
 
 def steps_table() -> str:
-    """Return what more steps and mirror images give to the training of the whole model."""
+    """Return what more steps, mirror images and mixed images give to the training of the whole model."""
     lines = []
-    for model, longer in CURRENT.items():
-        for mirrored, result in (("no", read(SHORTER[model])), ("yes", read(longer))):
+    for model in CURRENT:
+        kinds = (("no", "no", SHORTER), ("yes", "no", CURRENT), ("yes", "yes", MIXED))
+        for mirrored, mixed, names in (kind for kind in kinds if model in kind[-1]):
+            result = read(names[model])
             trained = [row for row in result["rows"] if row["stage"] == "end-to-end-alone"]
             for bits in dict.fromkeys(row["bits"] for row in trained):
                 same = [row for row in trained if row["bits"] == bits]
                 shares = [f"{100 * mean(row[name] for row in same):.1f} %" for name in ("top1", "agreement")]
                 seconds = f"{mean(row['cpu_seconds'] for row in same):.0f}"
                 steps = f"{result['iterations']['model']:,}"
-                lines.append([model, bits.upper(), steps, mirrored, str(len(same)), *shares, seconds])
+                lines.append([model, bits.upper(), steps, mirrored, mixed, str(len(same)), *shares, seconds])
     lines.sort(key=lambda line: (list(CURRENT).index(line[0]), line[1]))
-    heads = ["model", "bits", "steps", "mirror images", "seeds", "top-1", "agreement", "CPU s"]
+    heads = ["model", "bits", "steps", "mirror images", "mixed images", "seeds", "top-1", "agreement", "CPU s"]
     note = "The seconds are those of the training alone."
-    return f"{markdown_table(heads, lines)}\n\n{note} {source(*SHORTER.values(), *CURRENT.values())}"
+    return f"{markdown_table(heads, lines)}\n\n{note} {source(*SHORTER.values(), *CURRENT.values(), *MIXED.values())}"
 
 
 def blocks_table() -> str:

@@ -70,7 +70,6 @@ METHODS: dict[str, Method] = {
                     rate=0.003,
                     scale_rate=0.001,
                     mirrored=True,
-                    mixed=0.5,
                 ),
             ),
         },

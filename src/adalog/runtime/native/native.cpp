@@ -2719,7 +2719,7 @@ INLINE int64_t add_products(const Depthwise& of, const uint8_t* const* seen, con
 
 // Computes the sums of all channels over the kernel. seen: the pixel under each tap, or the zero points beyond the edge.
 // start: minus the products of the zero points, for the channels that `add_products` computes.
-INLINE void sums_of(const Depthwise& of, const uint8_t* const* seen, const int32_t* start, int32_t* sums) {
+NOT_INLINE void sums_of(const Depthwise& of, const uint8_t* const* seen, const int32_t* start, int32_t* sums) {
     const int64_t channels = of.channels;
     int64_t done = 0;
 #if ADALOG_WIDE || ADALOG_YMM
