@@ -79,7 +79,10 @@ def steps_table() -> str:
                 lines.append([model, bits.upper(), steps, mirrored, mixed, str(len(same)), *shares, seconds])
     lines.sort(key=lambda line: (list(CURRENT).index(line[0]), line[1]))
     heads = ["model", "bits", "steps", "mirror images", "mixed images", "seeds", "top-1", "agreement", "CPU s"]
-    note = "The seconds are those of the training alone."
+    note = (
+        "The seconds are those of the training alone. Other processes ran beside the training with mixed images, so "
+        "its seconds are too high to compare with the others."
+    )
     return f"{markdown_table(heads, lines)}\n\n{note} {source(*SHORTER.values(), *CURRENT.values(), *MIXED.values())}"
 
 

@@ -344,6 +344,7 @@ CASES = [
         f"{QUANTIZE} -o vit.onnx",
         "--out vit.onnx is the name of another format: give --out vit.safetensors, and convert it with `adalog export`",
     ),
+    (f"{QUANTIZE} -o vit.ADALOG", "give --out vit.safetensors, and convert it with `adalog pack`"),
     (f"{QUANTIZE} --bits 4", "bits = '4' is not of the form w4a4 or w4a4s3"),
     (
         f"{QUANTIZE} --method magic",

@@ -242,8 +242,8 @@ class BlockInTraining:
         numbers = torch.arange(floats.count, device=device)
         self._trained_on, self._held_out = _split(numbers) if apart else (numbers, numbers)
         self._batch = min(choices.batch, len(self._trained_on)) if apart else floats.count
-        reads_images = [(name, value.ndim, value.is_floating_point()) for name, value in floats.images.items()]
-        self._mixes = bool(choices.mixed) and apart and reads_images == [(self._in, 4, True)]
+        inputs = [(name, value.ndim, value.is_floating_point()) for name, value in floats.images.items()]
+        self._mixes = bool(choices.mixed) and apart and inputs == [(self._in, 4, True)]
         self._at_once = ranks.world == 1 and waits_for_launches(device)
         self._replay: Replay | None = None
         # Each share of a step has its own random numbers, whichever rank takes the share.

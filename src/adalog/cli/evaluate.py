@@ -63,7 +63,8 @@ def command(
     check_outputs(json_out, reads=(file, source_of(model), checkpoint, instances, data, support))
     place, jobs = options.find_device(device), options.thread_count(threads)
     others = {
-        "--images": count is not None or seed > 0,
+        "--images": count is not None,
+        "--seed": seed > 0,
         "--model": model is not None,
         "--support": support is not None,
         "--device": place.type != "cpu",

@@ -104,7 +104,7 @@ def command(
     """Quantize a model and write it to one file, the artifact."""
     limits = budgets.read_budget(budget, target_bops, target_fixops, max_kl)
     if out.suffix.lower() in (".onnx", ".xml", ".pte", ".adalog"):
-        converter = "adalog pack" if out.suffix == ".adalog" else "adalog export"
+        converter = "adalog pack" if out.suffix.lower() == ".adalog" else "adalog export"
         raise DataError(
             f"--out {out} is the name of another format: give --out {out.with_suffix('.safetensors')}, and convert it "
             f"with `{converter}`"

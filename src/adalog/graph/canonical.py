@@ -20,7 +20,7 @@ import math
 import string
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -784,11 +784,10 @@ def join_norms(program: Program, example: Sequence[Tensor]) -> Program:
     broadcasts its input, or that has a weight of another dtype, stays. example: inputs to trace the program.
     """
     vectors = {name: value for name, value in program.tensors.items() if value.ndim == 1 and value.is_floating_point()}
-    kinds = cache(lambda: trace(program, example))
 
     def takes(x: str, arguments: Sequence[Any]) -> bool:
         """Return True if x has a row for the weight, and the dtype of the weight and the bias."""
-        value, own = kinds().get(x), [vectors[arg.name] for arg in arguments if isinstance(arg, Ref)]
+        value, own = trace(program, example).get(x), [vectors[arg.name] for arg in arguments if isinstance(arg, Ref)]
         return isinstance(value, Tensor) and all(
             value.dtype == one.dtype and value.ndim > 0 and value.shape[-1] == len(one) for one in own
         )
