@@ -2,7 +2,7 @@
 
     python benchmarks/reconstruct.py --model demo|realbench|deit_tiny:FOLDER [--realbench DIR] --bits w2a2 w3a3 w4a4
         [--stages search correction end-to-end-alone reconstruction end-to-end] [--images 32 128 1024] [--seeds 3]
-        [--first 0] [--work DIR] [--json FILE]
+        [--first 0] [--training mixed=0.5 rate=0.006] [--work DIR] [--json FILE]
 
 The search is the search of `adalog` on 32 images. The further stages are those of `adalog++`, and trainings of blocks:
 
@@ -20,8 +20,11 @@ The models are:
   the 1,000 queries.
 - NAME:FOLDER: a classifier (see `realbench.py`), with the same images.
 
-Labels are used only to evaluate. Each row has the CPU seconds of its stage alone, on one thread. A run that was killed
-continues in the folder of --work, and the seconds of its parts add up.
+Labels are used only to evaluate. A row's `error` is the difference of the outputs from the float model's on the
+evaluated images, by which a calibration judges its stages too: the KL divergence with the best factor of the logits, or
+the relative error of features. --training changes fields of `Reconstruction` for end-to-end-alone. Each row has the CPU
+seconds of its stage alone, on one thread. A run that was killed continues in the folder of --work, and the seconds of
+its parts add up.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -29,6 +32,7 @@ from benchmarks.realbench import RealBench
 from benchmarks.records import kept, packed
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -46,10 +50,11 @@ from torch import Tensor, nn
 from adalog import Calibration, Config, Correction, QuantizedModel, Reconstruction, Resources
 from adalog.calibration.compensate import correct
 from adalog.calibration.importance import row_weights
+from adalog.calibration.judge import logit_error, relative_error
 from adalog.calibration.partial import Partial, fingerprint
 from adalog.calibration.reconstruct import reconstruct, without_held_out
 from adalog.calibration.stages import with_mirror_images
-from adalog.choices import Fitting
+from adalog.choices import Fitting, kind_to_json
 from adalog.device import default_memory
 from adalog.files import write_whole
 from adalog.graph.rewrite import Assigned
@@ -73,15 +78,21 @@ class Case:
 
     pool: the number of images that can be fitted.
     drawn: maps a count and a seed to a random subset of these images.
-    classes: maps a network and a number of threads to its predictions for the labelled images.
-    labels: the true classes of these images.
+    outputs: maps a network and a number of threads to its outputs for all images.
+    classes_of: maps these outputs to predictions for the labelled images. labels: the true classes of these images.
+    error: maps these outputs and those of the float model to their difference on the labelled images.
     """
 
     model: nn.Module
     pool: int
     drawn: Callable[[int, int], Tensor]
-    classes: Callable[[Callable[[Tensor], Any], int], Tensor]
+    outputs: Callable[[Callable[[Tensor], Any], int], Tensor]
+    classes_of: Callable[[Tensor], Tensor]
+    error: Callable[[Tensor, Tensor], float]
     labels: Tensor
+
+    def classes(self, network: Callable[[Tensor], Any], jobs: int) -> Tensor:
+        return self.classes_of(self.outputs(network, jobs))
 
 
 class Stage:
@@ -120,16 +131,21 @@ def load_case(name: str, folder: Path | None) -> Case:
             demo.load_model(),
             len(pool),
             lambda count, seed: pool[draw_indices(len(pool), count, seed)],
-            lambda network, jobs: predict(network, images, jobs=jobs).argmax(dim=1),
+            lambda network, jobs: predict(network, images, jobs=jobs),
+            lambda outputs: outputs.argmax(dim=1),
+            logit_error,
             labels,
         )
     assert folder is not None
     bench = RealBench.of(folder, None if name == "realbench" else name)
+    measure = logit_error if bench.classifies else relative_error
     return Case(
         bench.model,
         int(bench.support.sum()),
         lambda count, seed: bench.calibration_images(seed, count),
-        bench.classes,
+        bench.outputs,
+        bench.classes_of,
+        lambda outputs, reference: measure(outputs[~bench.support], reference[~bench.support]),
         bench.truth,
     )
 
@@ -139,9 +155,9 @@ def choices_of(stage: str, images: int) -> Fitting:
     correction, training = Config.preset("w4a4", "adalog++").with_fitted_images(images).stages
     if stage == "reconstruction":
         return Reconstruction(images=images)
-    found = correction if stage == "correction" else training
-    assert isinstance(found, Fitting)
-    return found
+    chosen = correction if stage == "correction" else training
+    assert isinstance(chosen, Fitting)
+    return chosen
 
 
 def main() -> None:
@@ -153,6 +169,7 @@ def main() -> None:
     parser.add_argument("--images", nargs="+", type=int, default=[32, 128, 1024], help="numbers of images to fit")
     parser.add_argument("--seeds", type=int, default=1, help="number of random subsets of images")
     parser.add_argument("--first", type=int, default=0, help="seed of the first subset")
+    parser.add_argument("--training", nargs="+", default=[], help="fields of the training, as NAME=VALUE")
     parser.add_argument("--work", type=Path, help="folder that keeps finished parts for later runs")
     parser.add_argument("--json", type=Path)
     resumably(parser.parse_args(), measure)
@@ -179,7 +196,14 @@ def measure(given: argparse.Namespace, work: Path) -> None:
     def finished(name: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
         return kept(work / f"{model}-{name}.json", {"model": model, **key}, make)
 
-    reference = torch.tensor(finished("fp32", {}, lambda: case.classes(case.model, 1).tolist()))
+    reference = case.outputs(case.model, 1)
+    predicted = case.classes_of(reference)
+    changed = {name: json.loads(value) for name, _, value in (field.partition("=") for field in given.training)}
+    suffix = "".join(f"-{name}-{value}" for name, value in changed.items())
+
+    def choose(stage: str, images: int) -> Fitting:
+        choices = choices_of(stage, images)
+        return replace(choices, **changed) if stage == ALONE else choices
 
     def staged(name: str) -> Stage:
         return Stage(work, f"{model}-{name}")
@@ -200,7 +224,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
     @cache
     def fitted(bits: str, seed: int, images: int) -> tuple[Assigned, float]:
         calibration, assigned, _ = searched(bits, seed)
-        stage, choices = staged(f"{bits}-correction-{images}-{seed}"), choices_of("correction", images)
+        stage, choices = staged(f"{bits}-correction-{images}-{seed}"), choose("correction", images)
         drawn = without_held_out(images_of(choices, seed))
         done = stage.partial(drawn[0])
         assert isinstance(choices, Correction)
@@ -216,17 +240,17 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         program = searched(bits, seed)[0].program
         first = stage in ("reconstruction", ALONE)
         start, _ = fitted(bits, seed, images) if first else trained(bits, seed, images, "reconstruction")
-        running, choices = staged(f"{bits}-{stage}-{images}-{seed}"), choices_of(stage, images)
+        running, choices = staged(f"{bits}-{stage}-{images}-{seed}{suffix}"), choose(stage, images)
         drawn = images_of(choices, seed)
         done = running.partial(drawn[0])
         assert isinstance(choices, Reconstruction)
-        found = reconstruct(
+        assigned = reconstruct(
             *(program, drawn, start, choices, Resources(progress=running.progress)),
             seed=seed,
             memory=_MEMORY,
             partial=done,
         )
-        return found, running.seconds()
+        return assigned, running.seconds()
 
     def measured(bits: str, seed: int, stage: str, images: int) -> dict[str, Any]:
         calibration, assigned, seconds = searched(bits, seed)
@@ -236,8 +260,9 @@ def measure(given: argparse.Namespace, work: Path) -> None:
             assigned, seconds = trained(bits, seed, images, stage)
         quantized = QuantizedModel(calibration.build_program(assigned, Config.preset(bits)))
         runs, executor, at_once = quickest(quantized, 1)
-        answers = case.classes(runs, at_once)
-        result = score(answers, case.labels, reference)
+        outputs = case.outputs(runs, at_once)
+        answers = case.classes_of(outputs)
+        result = score(answers, case.labels, predicted)
         assert result.top1 is not None
         print(f"{bits} {stage}, {images} images, seed {seed}: {100 * result.top1.value:.2f} %", file=sys.stderr)
         return {
@@ -247,6 +272,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
             "seed": seed,
             "top1": result.top1.value,
             "agreement": result.agreement,
+            "error": case.error(outputs, reference),
             "cpu_seconds": round(seconds, 1),
             "executor": executor or "fake quantization",
             "right": packed(answers == case.labels),
@@ -259,15 +285,18 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         kinds += [(stage, counts[-1]) for stage in (ALONE, *BLOCKS) if stage in given.stages]
         for stage, images in kinds:
             key = {"config": Config.preset(bits).to_json(), "stage": stage, "images": images, "seed": seed}
+            key |= {"training": changed} if stage == ALONE else {}
             make = partial(measured, bits, seed, stage, images)
-            rows.append(finished(f"{bits}-{stage}-{images}-{seed}", key, make))
+            name = f"{bits}-{stage}-{images}-{seed}" + (suffix if stage == ALONE else "")
+            rows.append(finished(name, key, make))
         for each in (searched, fitted, trained):
             each.cache_clear()
-    fp32 = float((reference == case.labels).double().mean())
-    training = choices_of(ALONE, counts[-1])
+    fp32 = float((predicted == case.labels).double().mean())
+    training = choose(ALONE, counts[-1])
     assert isinstance(training, Reconstruction)
     steps = {"blocks": Reconstruction().iterations, "model": training.iterations}
     result = {"fp32": fp32, "judged": len(reference), "iterations": steps, "rows": rows}
+    result["training"] = kind_to_json(training)
     result["machine"] = machine()
     publish(result, given.json or RESULTS / f"reconstruct-{model}.json")
 
