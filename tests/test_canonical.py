@@ -147,7 +147,19 @@ def aliases(model, x):
     return x.moveaxis(1, 2) * x.greater(0).logical_or(x.less_equal(x * 2)).mT + torch.special.expit(x).mT
 
 
+def pairs(x):
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+def rotated(model, x):
+    """Turn pairs of channels by angles that depend on the position, as RoFormer does, and by those of another value."""
+    turns = torch.polar(torch.ones(x.shape[1], 4), torch.outer(torch.arange(x.shape[1]), model.table[0, :4]))
+    once = torch.view_as_real(turns[None] * pairs(x)).flatten(-2)
+    return torch.view_as_real(pairs(once) * pairs(x.flip(1))).flatten(-2)
+
+
 IMAGES_OPERATIONS = {
+    "products of complex numbers": rotated,
     "tensor_split": lambda m, x: torch.cat(x.tensor_split(4, 1)[::-1], 1) + x.tensor_split((2, -1), dim=1)[1].sum(),
     "hsplit and dsplit": lambda m, x: torch.cat(torch.hsplit(x, 3)[1:], 1) + torch.dsplit(x, 2)[0].sum(),
     "unfold": lambda m, x: x.unfold(1, 3, 2).flatten(2),
@@ -213,6 +225,7 @@ def test_operations_run_from_an_artifact(name):
     [
         (lambda m, x: x[x > 0].sum() + x, "use torch.where"),
         (lambda m, x: x + x.masked_select(x > 0).mean(), "use torch.where"),
+        (lambda m, x: torch.view_as_real(pairs(x) * torch.arange(4.0)).sum() + x, "quantize a part of the model"),
         (lambda m, x: torch.einsum("bii->bi", x[:, :, :6]), "quantize a part of the model"),
         (lambda m, x: x + torch.rand(8), "other values in"),  # chance is not computed once
         (lambda m, x: x * torch.bernoulli(torch.ones(8) / 2), "other values in"),

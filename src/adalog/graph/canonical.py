@@ -8,6 +8,7 @@ in this order:
     share_equal_values    the same operation, twice          -> once
     choose_by_masks       x[mask] = y[mask]                  -> where(mask, y, x)
     store_parameters      a parameter computed from tensors  -> a stored tensor;   x W -> linear(x, W^T)
+    multiply_as_real      view_as_real(view_as_complex(x) c), as in rotary positions -> products of real values
     store_constants       an operation outside the whitelist on tensors that no input reaches -> a stored tensor
     join_activations      x (1 + erf(x / sqrt 2)) / 2        -> gelu(x), and the same for others
     fold_batch_norms      batch_norm(conv(x))                -> conv(x), with other weights
@@ -22,7 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -617,6 +618,46 @@ def _parameters(node: Node) -> list[tuple[str, str]]:
     return [(arg.name, part) for arg, part in places if part is not None and arg is not None]
 
 
+def multiply_as_real(program: Program) -> Program:
+    """Rewrite view_as_real(a b), a rotation of pairs of real numbers, to real products.
+
+    a and b are view_as_complex(x) or complex constants. Rotary positions (RoFormer, Su et al., 2021) are written so.
+    """
+    constant, nodes = _constants(program), list[Node]()
+
+    def emit(node: Node, part: str, op: str, *args: Arg) -> Ref:
+        nodes.append(Node(node.name + part, f"aten.{op}", args, scope=node.scope))
+        return Ref(nodes[-1].name)
+
+    def pairs_of(value: Any, node: Node, part: str) -> Ref | None:
+        """Return the real and imaginary parts (..., 2) of a complex value, or None if a program cannot hold them."""
+        if (maker := _find_maker(program, value, "aten.view_as_complex.default")) is not None:
+            return cast(Ref, maker.args[0])
+        if not isinstance(value, Ref) or value.name not in constant:
+            return None
+        is_complex = _compute(program, constant, [value.name])[value.name].is_complex()
+        return emit(node, part, "view_as_real.default", value) if is_complex else None
+
+    for node in program.nodes:
+        is_real_view = node.op == "aten.view_as_real.default" and node.name not in constant
+        rotated = _find_maker(program, node.args[0], "aten.mul.Tensor") if is_real_view else None
+        factors = [] if rotated is None else [pairs_of(arg, node, f"#{i}") for i, arg in enumerate(rotated.args)]
+        if not factors or None in factors:
+            nodes.append(node)
+            continue
+        (a, b), (c, d) = (
+            [emit(node, f"#{i}.{part}", "select.int", pairs, -1, part) for part in range(2)]
+            for i, pairs in enumerate(factors)
+        )
+        ac, bd, ad, bc = (
+            emit(node, f"#{name}", "mul.Tensor", *pair)
+            for name, pair in {"ac": (a, c), "bd": (b, d), "ad": (a, d), "bc": (b, c)}.items()
+        )
+        parts = emit(node, "#real", "sub.Tensor", ac, bd), emit(node, "#imaginary", "add.Tensor", ad, bc)
+        emit(node, "", "stack.default", parts, -1)
+    return replace(program, nodes=tuple(nodes)).prune()
+
+
 def store_constants(program: Program) -> Program:
     """Compute what operations outside the whitelist make of stored tensors and numbers alone, and store the results."""
     constant = _constants(program)
@@ -866,6 +907,7 @@ REWRITES: tuple[Callable[[Program], Program], ...] = (
     share_equal_values,
     choose_by_masks,
     store_parameters,
+    multiply_as_real,
     store_constants,
     join_activations,
     fold_batch_norms,
