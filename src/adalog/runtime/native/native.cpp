@@ -72,6 +72,16 @@
 #define ADALOG_NEON (ADALOG_LEVEL == 5 || ADALOG_LEVEL == 6)
 #define ADALOG_WASM (ADALOG_LEVEL == 7)
 
+// All functions between these two may use the instructions that `features` names.
+#define PRAGMA(text) _Pragma(#text)
+#ifdef __clang__
+#define BEGIN_TARGET(features) PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define END_TARGET PRAGMA(clang attribute pop)
+#else
+#define BEGIN_TARGET(features) PRAGMA(GCC push_options) PRAGMA(GCC target(features))
+#define END_TARGET PRAGMA(GCC pop_options)
+#endif
+
 #ifndef API  // CMakeLists.txt hides these functions: programs in C call those of adalog.h
 #define API extern "C" __attribute__((visibility("default")))
 #endif
@@ -542,45 +552,41 @@ namespace scalar {
 #ifdef ADALOG_X86
 #if ADALOG_COMPILES(1)
 #define ADALOG_LEVEL 1
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
+BEGIN_TARGET("avx2,fma")
 namespace avx2 {
 #include "native.cpp"
 }
-#pragma GCC pop_options
+END_TARGET
 #undef ADALOG_LEVEL
 extern "C" const void* adalog_avx2() { return &avx2::kernels; }
 #endif
 #if ADALOG_COMPILES(2)
 #define ADALOG_LEVEL 2
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,avxvnni")
+BEGIN_TARGET("avx2,fma,avxvnni")
 namespace avxvnni {
 #include "native.cpp"
 }
-#pragma GCC pop_options
+END_TARGET
 #undef ADALOG_LEVEL
 extern "C" const void* adalog_avxvnni() { return &avxvnni::kernels; }
 #endif
 #if ADALOG_COMPILES(3)
 #define ADALOG_LEVEL 3
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f,avx512dq,avx512bw,avx512vl,avx512vnni")
+BEGIN_TARGET("avx2,fma,avx512f,avx512dq,avx512bw,avx512vl,avx512vnni")
 namespace avx512 {
 #include "native.cpp"
 }
-#pragma GCC pop_options
+END_TARGET
 #undef ADALOG_LEVEL
 extern "C" const void* adalog_avx512() { return &avx512::kernels; }
 #endif
 #if ADALOG_COMPILES(4)
 #define ADALOG_LEVEL 4
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,avx512vbmi,avx512vbmi2,amx-tile,amx-int8")
+BEGIN_TARGET("avx2,fma,avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,avx512vbmi,avx512vbmi2,amx-tile,amx-int8")
 namespace amx {
 #include "native.cpp"
 }
-#pragma GCC pop_options
+END_TARGET
 #undef ADALOG_LEVEL
 extern "C" const void* adalog_amx() { return &amx::kernels; }
 #endif
@@ -588,31 +594,21 @@ extern "C" const void* adalog_amx() { return &amx::kernels; }
 #ifdef ADALOG_ARM
 #if ADALOG_COMPILES(5)
 #define ADALOG_LEVEL 5
-#ifndef __clang__
-#pragma GCC push_options
-#pragma GCC target("arch=armv8.2-a+dotprod")
-#endif
+BEGIN_TARGET("arch=armv8.2-a+dotprod")
 namespace neon {
 #include "native.cpp"
 }
-#ifndef __clang__
-#pragma GCC pop_options
-#endif
+END_TARGET
 #undef ADALOG_LEVEL
 extern "C" const void* adalog_neon() { return &neon::kernels; }
 #endif
 #if defined(ADALOG_ARM_I8MM) && ADALOG_COMPILES(6)
 #define ADALOG_LEVEL 6
-#ifndef __clang__
-#pragma GCC push_options
-#pragma GCC target("arch=armv8.2-a+dotprod+i8mm")
-#endif
+BEGIN_TARGET("arch=armv8.2-a+dotprod+i8mm")
 namespace i8mm {
 #include "native.cpp"
 }
-#ifndef __clang__
-#pragma GCC pop_options
-#endif
+END_TARGET
 #undef ADALOG_LEVEL
 extern "C" const void* adalog_i8mm() { return &i8mm::kernels; }
 #endif
