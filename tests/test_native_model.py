@@ -210,7 +210,7 @@ def test_what_is_not_a_pack(program, file, tmp_path):
         assert (status, wanted in message) == (2, True), (message, wanted)
     for path, wanted in ((tmp_path, b"not a regular file"), (tmp_path / "none", b"read: No such file or directory")):
         assert wanted in run(program, "scalar", 1, path, 1, fails=True)
-    assert b"there is no level fast: choose scalar" in run(program, "fast", 1, file, 1, fails=True)
+    assert b"the level fast does not run on this machine: choose one of scalar" in run(program, "fast", 1, file, 1, fails=True)
     assert b"the level wasm does not run" in run(program, "wasm", 1, file, 1, fails=True)
     image = np.full((1, 3, 32, 32), np.nan, np.float32)
     assert b"contain NaN" in run(program, "scalar", 1, file, 1, given=image.tobytes(), fails=True)

@@ -10,7 +10,8 @@
  * A pack may be hostile: it is either refused, or it runs within memory that the library allocates. Functions return 0 or
  * another `adalog_status`; then `error` has a message of one line. No function throws, prints or changes global state,
  * except that on a processor with AMX, opening a model asks Linux for the registers of AMX, which the process keeps.
- * Different models may be used by different threads. Calls of one model wait for each other.
+ * Different models may be used by different threads. Calls of one model wait for each other. All names that begin with
+ * adalog_ or ADALOG_ belong to the library.
  */
 #ifndef ADALOG_H
 #define ADALOG_H
@@ -125,14 +126,14 @@ ADALOG_API adalog_status adalog_model_open_memory(const void* bytes, size_t coun
 /* Describe the inputs and outputs. Returns NULL for NULL. */
 ADALOG_API const adalog_description* adalog_model_describe(const adalog_model* model);
 
-/* Compute the outputs of `images` images. Each input and each output has one buffer, with exactly `images` times the
+/* Compute the outputs of `images` images, 0 or more. Each input and each output has one buffer, with exactly `images` times the
  * bytes of one image. The inputs stay as they are, and no output may share memory with an input. Inputs with NaN are
  * refused. If the call fails, the outputs may be written in part. */
 ADALOG_API adalog_status adalog_model_run(adalog_model* model, int64_t images, const adalog_buffer* inputs,
                                           size_t input_count, const adalog_buffer* outputs, size_t output_count,
                                           adalog_error* error);
 
-/* Free the model. NULL is allowed. */
+/* Free the model. No call of it may be running. NULL is allowed. */
 ADALOG_API void adalog_model_close(adalog_model* model);
 
 #ifdef __cplusplus

@@ -72,8 +72,8 @@ class Budget {
 public:
     explicit Budget(size_t limit) : limit_(limit) {}
     void take(Wide bytes) {
-        demand(bytes <= Wide(limit_ - used_), ADALOG_NO_MEMORY, "the model takes more than the limit of %zu bytes",
-            limit_);
+        demand(bytes <= Wide(limit_ - used_), ADALOG_NO_MEMORY,
+            "the model takes more than the limit of %zu bytes: at least %.0f", limit_, double(used_ + bytes));
         used_ += size_t(bytes);
     }
     size_t used() const { return used_; }
@@ -954,7 +954,8 @@ struct adalog_model {
 
     void run(int64_t images, const adalog_buffer* inputs, size_t input_count, const adalog_buffer* outputs,
         size_t output_count) {
-        demand(images >= 0 && images <= INT32_MAX, ADALOG_BAD_ARGUMENT, "the number of images is out of range");
+        demand(images >= 0 && images <= INT32_MAX, ADALOG_BAD_ARGUMENT, "images = %lld is not a number from 0 to %d",
+            static_cast<long long>(images), INT32_MAX);
         demand(input_count == description_.input_count && output_count == description_.output_count, ADALOG_BAD_ARGUMENT,
                "the model has %zu inputs and %zu outputs, not %zu and %zu", description_.input_count,
                description_.output_count, input_count, output_count);
@@ -1014,18 +1015,16 @@ private:
         const int threads = options.threads ? options.threads : 1;
         demand(threads >= 1 && threads <= 1024, ADALOG_BAD_ARGUMENT, "threads = %d is not a number from 1 to 1024",
             threads);
-        const auto same = [&](const char* name) { return !std::strcmp(options.level, name); };
-        demand(!options.level || std::any_of(std::begin(LEVELS), std::end(LEVELS), same), ADALOG_BAD_ARGUMENT,
-            "there is no level %s: choose scalar, avx2, avxvnni, avx512vnni, amx, neon, i8mm or wasm",
-            options.level ? EXCERPT(options.level) : "");
-        int level = -1;
         const unsigned features = adalog_features();
+        int level = -1;
+        std::string names;
         for (int i = 0; i < int(std::size(LEVELS)); i++) {
-            const bool runs = features >> i & 1;
-            if (runs && (!options.level || same(LEVELS[i]))) level = i;
+            if (!(features >> i & 1)) continue;
+            names += (names.empty() ? "" : ", ") + std::string(LEVELS[i]);
+            if (!options.level || !std::strcmp(options.level, LEVELS[i])) level = i;
         }
-        demand(level >= 0, ADALOG_BAD_ARGUMENT, "the level %s does not run on this machine",
-            options.level ? EXCERPT(options.level) : "");
+        demand(level >= 0, ADALOG_BAD_ARGUMENT, "the level %s does not run on this machine: choose one of %s",
+            options.level ? EXCERPT(options.level) : "", names.c_str());
         context_.reset(adalog_open(threads, level));
         if (!context_ && threads == 1) throw std::bad_alloc();
         demand(bool(context_), ADALOG_NO_MEMORY, "threads = %d is more than this machine can start", threads);
@@ -1132,8 +1131,9 @@ private:
         demand(bytes == Wide(buffer.bytes), ADALOG_BAD_ARGUMENT,
             "the buffer of %s has %zu bytes, not %lld images of %zu",
                EXCERPT(value.name), buffer.bytes, static_cast<long long>(images), value.bytes);
-        const bool there = (buffer.data || !bytes) && reinterpret_cast<uintptr_t>(buffer.data) % alignment == 0;
-        demand(there, ADALOG_BAD_ARGUMENT, "the buffer of %s is null or not aligned", EXCERPT(value.name));
+        demand(buffer.data || !bytes, ADALOG_BAD_ARGUMENT, "the buffer of %s is NULL", EXCERPT(value.name));
+        demand(reinterpret_cast<uintptr_t>(buffer.data) % alignment == 0, ADALOG_BAD_ARGUMENT,
+            "the buffer of %s is not aligned to %zu bytes", EXCERPT(value.name), alignment);
     }
 };
 

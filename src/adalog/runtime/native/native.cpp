@@ -46,14 +46,9 @@
 #include <sys/syscall.h>
 #endif
 
-// NEON with dot products. GCC always compiles these kernels. Clang compiles them only if all code may use the
-// instructions, as on Apple's processors.
-#if defined(__aarch64__) && (defined(__ARM_FEATURE_DOTPROD) || !defined(__clang__))
+#ifdef __aarch64__
 #define ADALOG_ARM 1
 #include <arm_neon.h>
-#if !defined(__clang__) || defined(__ARM_FEATURE_MATMUL_INT8)
-#define ADALOG_ARM_I8MM 1
-#endif
 #ifdef __linux__
 #include <sys/auxv.h>
 #elif defined(__APPLE__)
@@ -602,7 +597,7 @@ END_TARGET
 #undef ADALOG_LEVEL
 extern "C" const void* adalog_neon() { return &neon::kernels; }
 #endif
-#if defined(ADALOG_ARM_I8MM) && ADALOG_COMPILES(6)
+#if ADALOG_COMPILES(6)
 #define ADALOG_LEVEL 6
 BEGIN_TARGET("arch=armv8.2-a+dotprod+i8mm")
 namespace i8mm {
@@ -636,10 +631,7 @@ const Kernels* kernels_of(int level) {
     all[AVX2] = adalog_avx2(), all[AVXVNNI] = adalog_avxvnni(), all[AVX512] = adalog_avx512(), all[AMX] = adalog_amx();
 #endif
 #ifdef ADALOG_ARM
-    all[NEON] = adalog_neon();
-#ifdef ADALOG_ARM_I8MM
-    all[I8MM] = adalog_i8mm();
-#endif
+    all[NEON] = adalog_neon(), all[I8MM] = adalog_i8mm();
 #endif
 #ifdef ADALOG_WASM_SIMD
     all[WASM] = adalog_wasm();
@@ -682,13 +674,10 @@ API unsigned adalog_features(void) {
     found |= 1u << NEON;
     if (getauxval(AT_HWCAP2) >> 13 & 1) found |= 1u << I8MM;
 #elif defined(ADALOG_ARM) && defined(__APPLE__)
-    found |= 1u << NEON;  // this file was compiled for processors that have it
+    found |= 1u << NEON;  // all of Apple's 64-bit processors for computers have it
     int has = 0;
     size_t size = sizeof has;
     if (!sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &size, nullptr, 0) && has) found |= 1u << I8MM;
-#endif
-#if defined(ADALOG_ARM) && !defined(ADALOG_ARM_I8MM)
-    found &= ~(1u << I8MM);
 #endif
 #ifdef ADALOG_WASM_SIMD
     found |= 1u << WASM;  // a module with other instructions than the browser's does not load
