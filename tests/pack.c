@@ -1,14 +1,16 @@
 /* Runs packs by the library of adalog.h, for tests/test_native_model.py.
  *
  *     pack LEVEL THREADS PACK IMAGES < inputs > outputs   runs a file
+ *     pack PACK WIDTH HEIGHT < picture > image            prepares a picture by examples/c
  *     pack LEVEL MEMORY < packs                           opens and runs many packs: each has 8 bytes of length before it
  *
- * The second form prints the status and the message of each pack. All outputs are in memory of exactly their size.
+ * The last form prints the status and the message of each pack. All outputs are in memory of exactly their size.
  */
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "adalog.h"
+#include "prepare.h"
 
 #define MOST 16
 
@@ -42,10 +44,29 @@ static adalog_status run(adalog_model* model, int64_t images, FILE* file, FILE* 
     return status;
 }
 
+/* Prepares a picture for the model. All bytes are in memory of exactly their size. */
+static int prepare_picture(const adalog_model* model, int width, int height) {
+    const adalog_preprocessing* wants = adalog_model_describe(model)->preprocessing;
+    const size_t bytes = 3 * (size_t)width * height, prepared = 12 * (size_t)wants->width * wants->height;
+    unsigned char* rgb = malloc(bytes);
+    float* image = malloc(prepared);
+    const int good = fread(rgb, bytes, 1, stdin) == 1 && !prepare(rgb, width, height, wants, image);
+    if (good) fwrite(image, prepared, 1, stdout);
+    free(rgb);
+    free(image);
+    return !good;
+}
+
 int main(int count, char** given) {
     adalog_options options = {0};
     adalog_model* model;
     adalog_error error;
+    if (count == 4) {
+        if (adalog_model_open(given[1], &options, &model, &error)) return fail(&error);
+        const int failed = prepare_picture(model, atoi(given[2]), atoi(given[3]));
+        adalog_model_close(model);
+        return failed;
+    }
     options.level = given[1];
     if (count == 5) {
         options.threads = atoi(given[2]);

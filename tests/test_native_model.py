@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import adalog
 import adalog.run
-from adalog import Calibration, Config, Search, demo, library
+from adalog import Calibration, Config, Preprocessing, Search, demo, library
 from adalog.inputs.zoo import DEMO_PREPROCESSING
 from adalog.runtime.native import floats
 from stored import first, header_of, packed, rebuilt, setting, spliced
@@ -56,9 +57,13 @@ def program(tmp_path_factory):
         pytest.skip("g++ has no sanitizers")
     warnings = ["-Wall", "-Wextra", "-Werror"]
     strict = [*warnings, "-std=c99", "-pedantic"]
-    subprocess.run([c, *FLAGS, *strict, "-c", ROOT / "tests" / "pack.c", "-o", folder / "pack.o"], check=True)
+    example = ROOT / "examples" / "c"
+    objects = []
+    for source in (ROOT / "tests" / "pack.c", example / "prepare.c"):
+        objects.append(folder / source.with_suffix(".o").name)
+        subprocess.run([c, *FLAGS, *strict, f"-I{example}", "-c", source, "-o", objects[-1]], check=True)
     options = ["-std=c++17", "-ffp-contract=off", *warnings]
-    inputs = [SOURCES / "model.cpp", folder / "pack.o", kernels]
+    inputs = [SOURCES / "model.cpp", *objects, kernels]
     subprocess.run([cpp, *FLAGS, *options, *inputs, f"-Wl,-rpath,{kernels.parent}", "-o", folder / "pack"], check=True)
     return folder / "pack"
 
@@ -210,7 +215,9 @@ def test_what_is_not_a_pack(program, file, tmp_path):
         assert (status, wanted in message) == (2, True), (message, wanted)
     for path, wanted in ((tmp_path, b"not a regular file"), (tmp_path / "none", b"read: No such file or directory")):
         assert wanted in run(program, "scalar", 1, path, 1, fails=True)
-    assert b"the level fast does not run on this machine: choose one of scalar" in run(program, "fast", 1, file, 1, fails=True)
+    assert b"the level fast does not run on this machine: choose one of scalar" in run(
+        program, "fast", 1, file, 1, fails=True
+    )
     assert b"the level wasm does not run" in run(program, "wasm", 1, file, 1, fails=True)
     image = np.full((1, 3, 32, 32), np.nan, np.float32)
     assert b"contain NaN" in run(program, "scalar", 1, file, 1, given=image.tobytes(), fails=True)
@@ -334,6 +341,28 @@ def test_mutated_packs_do_no_harm(program, file, seed, count, which):
     assert {0, 2} <= {status for status, _ in found} <= {0, 2, 3, 4}
 
 
+# --- the example -----------------------------------------------------------------------------------------------------
+
+# The size of a picture, and the fields of a preprocessing.
+PICTURES = [
+    ((90, 70), {}),
+    ((32, 40), {"resize": 32}),
+    ((20, 61), {"resize": (35, 50), "interpolation": "bilinear"}),
+    ((75, 50), {"resize": (48, 60), "interpolation": "lanczos", "fit": "cover", "position": "top-left"}),
+    ((75, 50), {"resize": (32, 32), "fit": "contain", "fill": (1.5, 2.0, 3.0), "channels": "bgr"}),
+    ((100, 37), {"resize": (40, 41), "interpolation": "nearest", "position": "center-floor"}),
+]
+
+
+@pytest.mark.parametrize(("size", "fields"), PICTURES)
+def test_pixels_are_those_of_pillow(program, quantized, tmp_path, size, fields):
+    preprocessing = Preprocessing(**{"size": (32, 32), "resize": 36, **fields})
+    packed(quantized, tmp_path / "model.adalog", (1,), dataclasses.asdict(preprocessing))
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8))
+    prepared = np.frombuffer(run(program, tmp_path / "model.adalog", *size, given=picture.tobytes()), np.float32)
+    assert np.allclose(prepared.reshape(3, 32, 32), preprocessing(picture).numpy(), rtol=1e-6, atol=1e-6)
+
+
 # --- the CMake project -----------------------------------------------------------------------------------------------
 
 
@@ -359,7 +388,9 @@ def test_the_project_and_the_example(file, tmp_path, monkeypatch):
     assert {name for name in names if name.startswith("adalog_")} == {
         f"adalog_model_{name}" for name in ("close", "describe", "open", "open_memory", "run")
     }
-    image = np.random.default_rng(0).standard_normal((1, 3, 32, 32), np.float32)
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), np.uint8))
+    picture.save(tmp_path / "picture.ppm")
+    image = DEMO_PREPROCESSING(picture)[None].numpy()
     image.tofile(tmp_path / "image.raw")
     logits = adalog.run.load(file)(image)[0]
     source = ROOT / "examples" / "c"
@@ -373,8 +404,9 @@ def test_the_project_and_the_example(file, tmp_path, monkeypatch):
         listing.write_text(listing.read_text().replace("PRIVATE adalog::static", f"PRIVATE adalog::{kind}"))
         subprocess.run([cmake, "-S", copied, "-B", program, f"-DCMAKE_PREFIX_PATH={installed}", *flags], check=True)
         subprocess.run([cmake, "--build", program], check=True)
-        words = [program / "classify", file, tmp_path / "image.raw"]
-        printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-        top, value = re.search(r"class (\d+), logit (\S+)", printed).groups()
-        assert (int(top), float(value)) == (logits.argmax(), pytest.approx(logits.max(), rel=1e-4))
-    assert not small or (tmp_path / "built-static" / "classify").stat().st_size < 1_500_000
+        for name in ("picture.ppm", "image.raw"):
+            words = [program / "classify", file, tmp_path / name]
+            printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+            top, value = re.search(r"class (\d+), logit (\S+)", printed).groups()
+            assert (int(top), float(value)) == (logits.argmax(), pytest.approx(logits.max(), rel=1e-4))
+    assert not small or (tmp_path / "built-static" / "classify").stat().st_size < 1_600_000

@@ -18,7 +18,7 @@ import adalog.run
 from adalog import Calibration, Config, Preprocessing, demo, library
 from recorded_kernels import Recorder, run_model, run_products
 from stored import packed
-from test_native_model import HOSTILE, MEMORY, ROOT, SOURCES, changed, mutants, trained
+from test_native_model import HOSTILE, MEMORY, PICTURES, ROOT, SOURCES, changed, mutants, trained
 
 CLASSES = [f"class {number} ß" for number in range(10)]
 NODE, CMAKE, COMPILER = shutil.which("node"), shutil.which("emcmake"), shutil.which("em++")
@@ -171,17 +171,7 @@ def test_mutated_packs(built, file):
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("size", "fields"),
-    [
-        ((90, 70), {}),
-        ((32, 40), {"resize": 32}),
-        ((20, 61), {"resize": (35, 50), "interpolation": "bilinear"}),
-        ((75, 50), {"resize": (48, 60), "interpolation": "lanczos", "fit": "cover", "position": "top-left"}),
-        ((75, 50), {"resize": (32, 32), "fit": "contain", "fill": (1.5, 2.0, 3.0), "channels": "bgr"}),
-        ((100, 37), {"resize": (40, 41), "interpolation": "nearest", "position": "center-floor"}),
-    ],
-)
+@pytest.mark.parametrize(("size", "fields"), PICTURES)
 def test_pixels_are_those_of_pillow(built, quantized, tmp_path, size, fields):
     preprocessing = Preprocessing(**{"size": (32, 32), "resize": 36, **fields})
     packed(quantized, tmp_path / "model.adalog", (1,), dataclasses.asdict(preprocessing))

@@ -1,22 +1,65 @@
-/* Classify a raw image with a pack.
+/* Classify an image with a pack.
  *
- *     classify model.adalog image.raw
+ *     classify model.adalog image
  *
- * image.raw: the float32 values of one image, channels first, prepared as this program prints.
+ * image: a picture as a binary PPM file with 8 bits per channel, which most programs for pictures write; or the float32
+ * values of a prepared image, channels first.
  */
 #include <stdio.h>
 #include <stdlib.h>
 
 #include <adalog.h>
 
+#include "prepare.h"
+
 static int fail(const char* file, const char* what) {
     fprintf(stderr, "classify: %s: %s\n", file, what);
     return 1;
 }
 
+/* Read a number of a PPM header, and the character after it. Returns 0 if there is none. */
+static int read_number(FILE* file) {
+    int number = 0, letter = fgetc(file);
+    for (; letter == '#' || letter == ' ' || letter == '\n' || letter == '\r' || letter == '\t'; letter = fgetc(file))
+        if (letter == '#') /* a comment, to the end of the line */
+            while ((letter = fgetc(file)) != '\n' && letter != EOF) continue;
+    for (; letter >= '0' && letter <= '9' && number < 1 << 14; letter = fgetc(file)) number = 10 * number + letter - '0';
+    return number;
+}
+
+/* Read a binary PPM file: height x width x 3 bytes, which the caller frees. Returns NULL for another file. */
+static unsigned char* read_ppm(const char* path, int* width, int* height) {
+    unsigned char* rgb = NULL;
+    FILE* file = fopen(path, "rb");
+    if (file && fgetc(file) == 'P' && fgetc(file) == '6') {
+        *width = read_number(file), *height = read_number(file);
+        const size_t bytes = 3 * (size_t)*width * *height;
+        if (bytes && read_number(file) == 255) rgb = malloc(bytes);
+        if (rgb && fread(rgb, 1, bytes, file) != bytes) free(rgb), rgb = NULL;
+    }
+    if (file) fclose(file);
+    return rgb;
+}
+
+/* Read a picture and prepare it, or read a prepared image. Returns 0 if the file is neither of them. */
+static int read_image(const char* path, const adalog_preprocessing* wants, const adalog_buffer* image) {
+    int width, height;
+    unsigned char* rgb = read_ppm(path, &width, &height);
+    if (rgb) {
+        const int fits = wants && image->bytes == 3 * sizeof(float) * wants->height * wants->width;
+        const int good = fits && !prepare(rgb, width, height, wants, image->data);
+        free(rgb);
+        return good;
+    }
+    FILE* file = fopen(path, "rb");
+    const int good = file && fread(image->data, 1, image->bytes, file) == image->bytes && fgetc(file) == EOF;
+    if (file) fclose(file);
+    return good;
+}
+
 int main(int count, char** given) {
     if (count != 3) {
-        fprintf(stderr, "usage: classify model.adalog image.raw\n");
+        fprintf(stderr, "usage: classify model.adalog image\n");
         return 1;
     }
     adalog_model* model;
@@ -29,24 +72,12 @@ int main(int count, char** given) {
         !about->outputs[0].bytes)
         return fail(given[1], "the model is not a classifier of images");
     printf("%s, %s kernels\n", about->bits, about->level);
-    if (about->preprocessing) {
-        const adalog_preprocessing* wants = about->preprocessing;
-        if (wants->resize_shorter) printf("resize the shorter side to %d", wants->resize_shorter);
-        else printf("resize to %d x %d (%s)", wants->resize_height, wants->resize_width, wants->fit);
-        printf(" with the %s filter, %s to %d x %d (%s)\n", wants->interpolation, wants->pads ? "crop or pad" : "crop",
-               wants->height, wants->width, wants->position);
-        if (wants->pads) printf("fill with %g %g %g\n", wants->fill[0], wants->fill[1], wants->fill[2]);
-        printf("%s times %g, mean %g %g %g, std %g %g %g\n", wants->channels, wants->rescale, wants->mean[0],
-               wants->mean[1], wants->mean[2], wants->std[0], wants->std[1], wants->std[2]);
-    }
 
     adalog_buffer image = {malloc(about->inputs[0].bytes), about->inputs[0].bytes};
     adalog_buffer logits = {malloc(about->outputs[0].bytes), about->outputs[0].bytes};
     if (!image.data || !logits.data) return fail(given[1], "there is not enough memory");
-    FILE* file = fopen(given[2], "rb");
-    if (!file || fread(image.data, 1, image.bytes, file) != image.bytes || fgetc(file) != EOF)
-        return fail(given[2], "the image is missing or has another size");
-    fclose(file);
+    if (!read_image(given[2], about->preprocessing, &image))
+        return fail(given[2], "it is neither a picture that can be prepared for this model, nor a prepared image");
     if (adalog_model_run(model, 1, &image, 1, &logits, 1, &error)) return fail(given[2], error.message);
 
     const float* values = logits.data;
