@@ -1,6 +1,6 @@
 """Tables of accuracy: TinyViT on real images, the bundled ViT, the paper's tables, the released code, the detector."""
 
-from benchmarks.publish import later_files, markdown_table, measured, read, source
+from benchmarks.publish import earlier, later_files, markdown_table, measured, read, source
 from benchmarks.records import p_value
 from experiments.markdown import markdown
 from experiments.paper import TABLES, find_published
@@ -11,6 +11,7 @@ from typing import Any
 
 from adalog.methods import label
 
+KINDS = "`adalog`, `uniform`, `log2` and `log-sqrt2`"
 FRONT_PAGE = ("adalog", "adalog-paper", "repq-vit", "ptq4vit")
 # The paper's tables on DeiT-T, with their titles. Rows of the first two have published figures.
 DEIT_T = {
@@ -112,7 +113,7 @@ def seeds_table() -> str:
     note = (
         f"Mean ± standard deviation over random sets of {result['calibration_images']} support images. Full precision "
         f"has {100 * result['fp32']['top1']:.1f} %. p: McNemar's test against adalog with the same seed, median over "
-        f"seeds. {source('realbench-draws')}"
+        f"seeds. {earlier()} {source('realbench-draws')}"
     )
     return f"{markdown_table(heads, lines)}\n\n{note}"
 
@@ -183,7 +184,8 @@ def demo_table() -> str:
     executors = dict.fromkeys(row["executor"] or "fake quantization" for run in result["runs"] for row in run["rows"])
     note = (
         f"{averaged}; {result['calibration_images']} images calibrate, {result['images']:,} test images evaluate, run "
-        f"by {' and '.join(executors)}. The standard error of one top-1 is about 0.7 points. {source('demo')}"
+        f"by {' and '.join(executors)}. The standard error of one top-1 is about 0.7 points. "
+        f"{earlier(KINDS)} {source('demo')}"
     )
     heads = ["bits", "quantizer after softmax and GELU", "top-1", "agreement", "file"]
     return f"{markdown_table(heads, lines)}\n\n{note}"
@@ -198,14 +200,14 @@ def paper_tables() -> str:
             row["names"] = [f"{row['names'][0]} †", *row["names"][1:]]
     note = (
         "Size is that of the tensors, without the file's header. The command has gained rows since these tables were "
-        f"measured. {source('tables-demo')}"
+        f"measured. {earlier(KINDS, 'All of these tables were')} {source('tables-demo')}"
     )
     if renewed:
         note += (
             f" †: measured again later on {' and '.join(renewed)} (`tables-demo-renewed*.json`); compare the seconds "
             "of these rows with one another only; their p against adalog is against an adalog of their own run."
         )
-    return f"{markdown(result, '## ').strip()}\n\n{note}"
+    return f"{_format(result, '## ')}\n\n{note}"
 
 
 def published_table() -> str:
@@ -243,8 +245,16 @@ def _published(model: str, row: Mapping[str, Any]) -> float | None:
 
 def classifier_paper_tables() -> str:
     """Return the paper's tables on DeiT-T, and the released search beside `adalog` from few images."""
-    parts = [f"### {title}\n\n{markdown(read(name), '#### ').strip()} {source(name)}" for name, title in DEIT_T.items()]
+    parts = [f"### {title}\n\n{_format(read(name), '#### ')} {source(name)}" for name, title in DEIT_T.items()]
     return "\n\n".join(parts)
+
+
+def _format(result: dict[str, Any], heading: str) -> str:
+    """Return the paper's tables of a result, with today's notes if a table has today's columns."""
+    for name, table in result["tables"].items():
+        if table["columns"] == list(TABLES[name].columns):
+            table["note"] = TABLES[name].note
+    return markdown(result, heading).strip()
 
 
 def released_table() -> str:
@@ -259,7 +269,7 @@ def released_table() -> str:
     seeds = len(result["rows"][0]["top1"]["values"])
     note = (
         f"Top-1 and agreement on {result['models']['demo']['images']:,} images, mean ± standard deviation over {seeds} "
-        f"seeds. {source('tables-demo-twins')}"
+        f"seeds. {earlier()} {source('tables-demo-twins')}"
     )
     heads = ["method", *(f"{width.upper()} {name}" for width in bits for name in ("top-1", "agreement"))]
     return f"{markdown_table(heads, lines)}\n\n{note}"
@@ -279,7 +289,7 @@ def golden_table() -> str:
     ]
     note = (
         "The ratio is a layer's squared error over that of the released code, on a random ViT of two blocks with eight "
-        f"images. {source('golden')}"
+        f"images. The second table has the search of `adalog`, without its correction. {source('golden')}"
     )
     ratios = markdown_table([*heads, "same zero points of activations"], lines)
     gained = markdown_table(["bits", "adalog / released, calibration images", "held-out noise"], gains)
@@ -294,7 +304,7 @@ def sides_table() -> str:
     for method in dict.fromkeys(row["method"] for row in result["rows"]):
         tops = {row["bits"]: mean_text(row["top1"]) for row in result["rows"] if row["method"] == method}
         lines.append([label(method), *(tops.get(width, "") for width in bits)])
-    return f"{markdown_table(['method', *map(str.upper, bits)], lines)}\n\n{source('sides')}"
+    return f"{markdown_table(['method', *map(str.upper, bits)], lines)}\n\n{earlier()} {source('sides')}"
 
 
 def detector_table() -> str:
@@ -315,7 +325,8 @@ def detector_table() -> str:
         f"AP [%] on {result['images']} scenes; full precision has {100 * result['fp32']['box_ap']:.1f} for boxes and "
         f"{100 * result['fp32']['mask_ap']:.1f} for masks. {result['calibration_images']} scenes calibrate "
         f"({'seed 0' if seeds == 1 else f'mean ± standard deviation over {seeds} seeds'}). All parts are quantized; a "
-        f"file at W4A4 takes {rows['w4a4', 'adalog'][0]['bytes'] / 1e6:.2f} MB. {source('detection-demo')}"
+        f"file at W4A4 takes {rows['w4a4', 'adalog'][0]['bytes'] / 1e6:.2f} MB. "
+        f"{earlier('`adalog` and `uniform`')} {source('detection-demo')}"
     )
     cost = read("detector-cost")
     note += (

@@ -89,6 +89,14 @@ def source(*names: str) -> str:
     return f"Source: {'; '.join(map(_provenance, names))}."
 
 
+def earlier(methods: str = "`adalog`", what: str = "This table was") -> str:
+    """Say that something was measured before these methods had a correction."""
+    return (
+        f"{what} measured with an earlier search, before {methods} corrected weights; `stages=()` comes closest to "
+        "it today."
+    )
+
+
 def _provenance(name: str) -> str:
     result = read(name)
     machine = result.get("machine", {})

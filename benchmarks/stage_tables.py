@@ -1,6 +1,6 @@
 """Tables of the stages after the search, and of widths within a budget."""
 
-from benchmarks.publish import RESULTS, markdown_table, read, source
+from benchmarks.publish import RESULTS, earlier, markdown_table, read, source
 from experiments.markdown import markdown
 
 from collections.abc import Mapping, Sequence
@@ -230,7 +230,8 @@ def budgets_table() -> str:
         )
     note = (
         f"The limits are the bytes and BOPs that `adalog` takes with one width for all. {' '.join(notes)} `adalog++` "
-        "with one width for all is that of the [stages](stages.md), from the same seed."
+        "with one width for all is that of the [stages](stages.md), from the same seed. "
+        f"{earlier(what='The bundled ViT was')}"
     )
     heads = ["model", "bits", "method", "widths", "file [MB]", "GBOPs", "KL [nats]", "agreement", "top-1"]
     return f"{markdown_table(heads, lines)}\n\n{note} {source(*BUDGETS.values())}"

@@ -95,6 +95,10 @@ _SEARCHES: dict[str, dict[str, AnySearch]] = {
     "ours": {"alternating": Search(strategy="alternating"), "FPCS": Search()},
     "released": {"alternating": ReleasedSearch(progressive=False), "FPCS": ReleasedSearch()},
 }
+_STARTS = (
+    "In every row of ours, FPCS finds the first quantizer of a left operand and the ranges of folded norms. Our rows "
+    "differ in the searches after that."
+)
 # A row without AdaLog can mean uniform quantizers after softmax and after GELU, or after GELU only. The paper says the
 # former, but its figures at W4/A4 equal those of its Table B, which are for the latter. The released code has no
 # uniform quantizer after softmax.
@@ -182,6 +186,7 @@ TABLES = {
         "Without and with AdaLog and FPCS",
         ("after softmax", "after GELU", "search"),
         tuple(row for bits in _BITS[:2] for row in _switches(bits, ("alternating", "FPCS"))),
+        note=_STARTS,
     ),
     "3": Table(
         "FixOPs and size",
@@ -214,7 +219,7 @@ TABLES = {
             Row(("FPCS, released", "6 x 128", "O(pn)"), _config("w3a3", "adalog-released"), "FPCS"),
         ),
         note="Our FPCS is the search of `adalog`, whose steps score a sample of the rows; our other searches score all "
-        "rows. Our alternating search and brute force try the same 64 values of each hyperparameter.",
+        f"rows. Our alternating search and brute force try the same 64 values of each hyperparameter. {_STARTS}",
     ),
     "A": Table("Quantizers after softmax", ("after softmax", "search"), tuple(_after_softmax())),
     "B": Table("Quantizers after GELU", ("after GELU", "offset", "search"), tuple(_after_gelu())),

@@ -71,16 +71,16 @@ class Config:
     Args:
         weight_bits: Bits of weights. Default: W4A4, the paper's main setting (Table 1).
         activation_bits: Bits of activations. Default: W4A4, the paper's main setting (Table 1).
-        softmax_bits: Bits of the attention weights after softmax, S in the paper (Table 3).
-        input_bits: Bits of the images at the first convolution. Default: the convention of the field (Sec. 4.1).
+        softmax_bits: Bits of the attention weights after softmax, S in the paper (Table A).
+        input_bits: Bits of the images at the first convolution. Default: the convention of the field.
         post_softmax: Quantizer of the attention weights after softmax: "uniform", "log2", "log-sqrt2" or "adalog";
             "split" and "max-kept" only with `ScaleSearch`. Default from the paper.
         post_gelu: Quantizer of activations after GELU: "uniform", "twin", "log2", "log-sqrt2" or "adalog". Default from
-            the paper. All other activations get an asymmetric uniform quantizer (Sec. 3.1).
-        weights: Quantizer of weights: "uniform" (asymmetric, Sec. 3.1), or "symmetric" (half of the codes as zero
+            the paper. All other activations get an asymmetric uniform quantizer (Sec. 3.4).
+        weights: Quantizer of weights: "uniform" (asymmetric, Sec. 3.4), or "symmetric" (half of the codes as zero
             point, which some inference engines require). "symmetric" is only for `Search`; the searches of other
             methods have fields of their own.
-        activations: Uniform quantizer of activations and images: "uniform" (asymmetric, Sec. 3.1), or "symmetric". The
+        activations: Uniform quantizer of activations and images: "uniform" (asymmetric, Sec. 3.4), or "symmetric". The
             same restrictions hold as for `weights`. A `Reconstruction` then needs `scales` = False, because it trains
             zero points.
         r: Denominator of the logarithm's base: log2(base) = q / r. Default from Sec. 4.1.

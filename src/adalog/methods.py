@@ -78,8 +78,8 @@ METHODS: dict[str, Method] = {
     # of hyperparameters takes one pass of Algorithm 1 on all data.
     "adalog-paper": Method(
         f"{_ADALOG}, to the letter, except that percentiles and first points come from samples, overlapping patches "
-        "are sampled, weights are searched again after their activation, and the image has 8 bits, which the paper "
-        "leaves open",
+        "are sampled, weights are searched again after their activation, and choices that the paper leaves open are "
+        "ours, such as 8 bits for the image (docs/design/search.md)",
         {
             "beyond": "saturate",
             "rounding": "log",

@@ -152,7 +152,10 @@ class LargestLevelFormat(Format):
 
 
 def positive_box(groups: Tensor, lift: float, stack: int) -> tuple[Tensor, Tensor]:
-    """Return the percentiles 0.9 and 1 of the positive values of (G, T) plus the lift, (1, G) each; 1 without any."""
+    """Return the percentiles 0.9 and 1 of the positive values of (G, T) plus the lift, (1, G) each; 1 without any.
+
+    The first is at most half of the second.
+    """
     ordered = ascending(thin(groups, stack) + lift)
     first, last = (ordered <= 0).sum(1), ordered.shape[1] - 1  # nothing waits for the device
     rank = 0.9 * (last - first).clamp(min=0).double()

@@ -69,7 +69,7 @@ class LogFormat(Format):
         return self.with_base(points[:, -1].clamp(min=_LEAST_SCALE), q)
 
     def box(self, groups: Tensor, reach: float, stack: int = 1) -> tuple[Tensor, Tensor]:
-        """Return q_min ... q_max, and the percentiles 0.9 and 1 of the values plus the offset."""
+        """Return log2 of q_min and q_max, and `positive_box` of the values plus the offset."""
         low, high = positive_box(groups, self.offset, stack)
         if self.q:
             return low, high

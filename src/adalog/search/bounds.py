@@ -36,17 +36,17 @@ class Search(AnySearch):
 
     Args:
         strategy: How the two hyperparameters of a quantizer are searched: "fpcs" (Algorithm 1), "alternating" (one
-            after the other), or "brute-force" (the whole grid).
-        init: Sizes of the grid of the first step. Default from Sec. 4.1: n = 16 x 8 = 128 points.
-        parents: Number of points that a step refines, each by 8 neighbours. Default from Sec. 4.1: 16 parents give n
-            evaluations per step.
+            after the other), or "brute-force" (the whole grid). With every strategy, FPCS finds the first point of a
+            left operand, the ranges of a folded norm, and whether `compare_uniform` searches a uniform quantizer.
+        init: Sizes of the grid of the first step. n = 128 points are from Sec. 4.1; the split into 16 x 8 is ours.
+        parents: Number of points that a step refines, each by 8 neighbours. 16 parents give n evaluations per step.
         steps: Number of steps after the first grid, p in the paper. Default from Sec. 4.1; the released code uses 6.
         rounds: Number of times that each operand is searched. The released code uses 3.
         rough_rows: A step scores candidates on a sample of at least this many tokens, and the best candidates on eight
             times as many. 0 always uses all tokens.
         refit: Give each row of a weight the scale that fits its codes best, once the codes are found.
-        reach: The lower bound lies between the percentiles 0 and `reach`, the upper one between 1 - `reach` and 1. The
-            paper uses 0.1.
+        reach: The lower bound of a uniform quantizer lies between the percentiles 0 and `reach`, the upper one between
+            1 - `reach` and 1. The paper uses 0.1.
         fold_ranges: How to find the ranges of the channels of a folded norm. "own": each channel has its own range, by
             its own error (RepQ-ViT's reparameterization, Sec. 4.1). "deviations": all channels have the same range
             in standard deviations around their mean. "best": for each norm, the kind with the smaller error of the
