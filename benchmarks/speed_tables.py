@@ -216,7 +216,8 @@ def load_table() -> str:
     heads = ["model", "", "ready [CPU s]", "first output [CPU s]", "memory [MiB]"]
     note = (
         "Fresh processes that start, load and run one image on one thread; medians. The C program is `examples/c` "
-        f"as one static file of {result['program_bytes'] / 1e6:.2f} MB; its first column includes the first output."
+        f"as one static file of {result['program_bytes'] / 1e6:.2f} MB; its first column includes the first output. "
+        "Packs are made with `--batch 1`; the default pack takes more memory."
     )
     return f"{markdown_table(heads, lines)}\n\n{note} {source('load')}"
 
@@ -326,9 +327,10 @@ def export_table() -> str:
         "the float model in the same engine, one image on one thread. OpenVINO computes in float32. All but the "
         "bundled ViT and TinyViT have random weights and images of noise. In each model's first file 20 initialisers "
         f"were changed, one at a time: certificates caught {caught} of {changed} changes. The slowest export took "
-        f"{math.ceil(spent)} CPU seconds."
+        f"{math.ceil(spent)} CPU seconds. The sizes of OpenVINO's rows are those of the ONNX file that it "
+        "converts; its own two files are larger."
     )
-    return f"{markdown_table([*heads, 'time', 'ONNX file [MB]'], lines)}\n\n{note} {source(*results)}"
+    return f"{markdown_table([*heads, 'time', 'file [MB]'], lines)}\n\n{note} {source(*results)}"
 
 
 def web_table() -> str:

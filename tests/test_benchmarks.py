@@ -242,13 +242,14 @@ def test_executors(tiny_demo, tiny_timm, result_of, monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the exporters
 def test_export(tiny_demo, result_of, monkeypatch):
-    for package in ("onnxruntime", "onnxscript"):
+    for package in ("onnxruntime", "onnxscript", "openvino"):
         pytest.importorskip(package)
     monkeypatch.setattr(export, "DAMAGED", 1)
-    monkeypatch.setattr(export, "ENGINES", ["onnxruntime"])
+    monkeypatch.setattr(export.export, "to_openvino", lambda content: (b"description", b"weights"))
     result = result_of(export, "--bits", "w4a4", "--images", 4, "--seconds", 0)
-    assert len(result["rows"]) == len(export.export.FORMS)
+    assert len(result["rows"]) == 2 * len(export.export.FORMS)
     assert all(row["passed"] for row in result["rows"])
+    assert {row["engine"] for row in result["rows"] if row["bytes"] == len(b"descriptionweights")} == {"openvino"}
     assert result["damaged_caught"] == result["damaged_tried"] > 0
 
 
