@@ -11,17 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch.distributed import TCPStore
 
 import adalog
-from adalog import Config, Search, config, library
+from adalog import Config, Search, config
 from adalog.cli import main
 from adalog.cli.targets import find_preprocessing
-from adalog.export import to_pack
 from adalog.inputs.zoo import DEMO_PREPROCESSING
 from commands import forked, run
 
@@ -173,18 +171,6 @@ def test_the_integers_by_hand(monkeypatch, without_stages):
 def test_the_how_tos_run(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     exec(python_of(ROOT / "docs" / "how-to" / f"{name}.md"), {})
-
-
-@pytest.mark.parametrize("name", ["run-in-c"])
-@pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
-def test_an_image_is_prepared_as_a_pack_records_it(name, monkeypatch, tmp_path, quantized):
-    monkeypatch.chdir(tmp_path)
-    quantized.save("vit.safetensors")
-    Path("vit.adalog").write_bytes(to_pack(Path("vit.safetensors"), (1,), asdict(DEMO_PREPROCESSING)))
-    Image.effect_noise((40, 48), 60).convert("RGB").save("image.jpg")
-    exec(python_of(ROOT / "docs" / "how-to" / f"{name}.md"), {})
-    image = torch.from_numpy(np.fromfile("image.raw", np.float32)).view(3, 32, 32)
-    assert torch.equal(image, DEMO_PREPROCESSING(Image.open("image.jpg")))
 
 
 @pytest.mark.slow

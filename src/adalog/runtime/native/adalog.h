@@ -68,7 +68,7 @@ typedef struct {
  * multiplies values 0-255 by `rescale`, subtracts `mean` and divides by `std`.
  *
  * interpolation: the filters of Pillow. All but "nearest" average pixels if an image gets smaller. They round to bytes
- * after each of two passes, first along the rows. Other filters can change predictions. examples/web/prepare.mjs has all
+ * after each of two passes, first along the rows. Other filters can change predictions. examples/c/prepare.c has all
  * steps.
  *
  * fit, if resize_shorter is 0: "stretch" resizes to exactly the height and width. The others keep the proportions: "cover"
