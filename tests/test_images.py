@@ -358,11 +358,21 @@ def test_every_image_fills_the_crop(size, more, image):
         ({"position": "middle"}, "'middle' is not one of center, center-floor, top-left"),
         ({"channels": "rbg"}, "'rbg' is not one of rgb, bgr"),
         ({"fill": (0.0, 0.0)}, "fill = "),
+        (
+            {"mean": (123, 117, 104), "std": (58, 57, 57)},
+            r"mean = \(123, 117, 104\) is beyond 255 \* rescale = 1: .*, or set rescale = 1$",
+        ),
+        ({"mean": (-1.5, 0.0, 0.0)}, "mean = "),
     ],
 )
 def test_bad_choices_are_refused(choice, told):
     with pytest.raises(ValueError, match=told):
         Preprocessing(**choice)
+
+
+def test_means_of_pixel_values_need_pixel_values():
+    assert Preprocessing(mean=(123.0, 117.0, 255.0), rescale=1).rescale == 1
+    assert Preprocessing(mean=(1.0, 1.0, 1.0)).mean == (1.0, 1.0, 1.0)
 
 
 def test_too_thin_an_image_is_refused_by_name(tmp_path):

@@ -193,6 +193,11 @@ class Preprocessing:
             raise ValueError(f"fill = {self.fill} is not three numbers, for red, green and blue")
         if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
             raise ValueError(f"mean = {self.mean} and std = {self.std} are not three numbers each, with a positive std")
+        if max(map(abs, self.mean)) > 255 * self.rescale:
+            raise ValueError(
+                f"mean = {self.mean} is beyond 255 * rescale = {255 * self.rescale:g}: give mean and std of the pixel "
+                "values times rescale, or set rescale = 1"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a dictionary; fields that the first version lacked are left out at their defaults.
