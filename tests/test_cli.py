@@ -330,6 +330,10 @@ CASES = [
     # images
     (f"{QUANTIZE} --data damaged --images 1", "damaged/half.png cannot be read as an image"),
     (f"{QUANTIZE} --images 8", "images has only 7 images, but --images is 8: give --images 7, or more"),
+    (
+        f"{QUANTIZE} --method adalog++",
+        "images has only 7 images, but the stages of the method fit 1024: give --reconstruct-images 7, or more images",
+    ),
     (f"{QUANTIZE} --data empty", "empty has no images: give a folder of images"),
     ("quantize own.py:small", "own.py:small has no images of its own: give --data FOLDER with at least 32 images"),
     ("quantize demo --images 1025", "demo has only 1024 images, but --images is 1025: give --images 1024"),

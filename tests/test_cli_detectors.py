@@ -165,6 +165,12 @@ def test_bad_input_is_one_line_and_code_2(arguments, told, monkeypatch, capsys, 
     assert not list(tmp_path.iterdir())
 
 
+def test_too_few_images_for_the_stages(folder, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    words = refusal(monkeypatch, capsys, *f"quantize demo:detector --method adalog+ --data {folder}".split())
+    assert "has only 4 images, but the stages of the method fit 128: give --reconstruct-images 4, or more" in words
+
+
 @pytest.mark.parametrize(
     ("missing", "arguments"),
     [

@@ -17,7 +17,7 @@ from adalog.calibration.schedule import Resources
 from adalog.cli import views
 from adalog.cli.console import image_progress, job, progress_bar, quiet, remove_finished, show, site_progress, waiting
 from adalog.cli.options import Setup
-from adalog.cli.targets import check_count
+from adalog.cli.targets import check_count, count_option
 from adalog.detection import coco, demo, zoo
 from adalog.detection.demo.scenes import scene
 from adalog.detection.detector import KINDS, Detector
@@ -82,7 +82,7 @@ def quantize(
     start = time.perf_counter()
     with progress_bar() as progress, quiet():
         resources = setup.resources(partial, progress, "reading images", config.bits)
-        (prepared,) = _prepare(detector, data, [count], setup.seed)
+        (prepared,) = _prepare(detector, data, [count], setup.seed, count_option(config))
         (quantized,) = quantize_detector(
             detector, prepared, [config], resources, parts=parts, seed=setup.seed, memory=setup.memory
         )
@@ -116,7 +116,8 @@ def measure(
     detector = load_float(spec, setup.no_pretrained, setup.checkpoint)
     with progress_bar() as progress, quiet():
         resources = setup.resources(partial, progress, "reading images", "measuring")
-        calibrating, judging = _prepare(detector, data, [config.images, judged], setup.seed)
+        counts = [config.images, judged]
+        calibrating, judging = _prepare(detector, data, counts, setup.seed, "--images plus --judged")
         return sensitivities(
             detector, calibrating, judging, config, widths, resources, parts=parts, seed=setup.seed, memory=setup.memory
         )
@@ -129,15 +130,18 @@ def _check_data(spec: str, data: Path | None, count: int) -> None:
         )
 
 
-def _prepare(detector: Detector, data: Path | None, counts: Sequence[int], seed: int) -> list[list[Batch]]:
-    """Return that many images for each count, in batches, from the folder or the bundled scenes; none occurs twice."""
+def _prepare(detector: Detector, data: Path | None, counts: Sequence[int], seed: int, option: str) -> list[list[Batch]]:
+    """Return that many images for each count, in batches, from the folder or the bundled scenes; none occurs twice.
+
+    option: as in `check_count`.
+    """
     ends = list(itertools.accumulate(counts))
     spans = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
     if data is None:
         numbers = demo.draw(ends[-1], seed)
         return [[batch for _, batch in demo.batches(numbers[span], 4)] for span in spans]
     image_set = find_images(data)
-    check_count(data, len(image_set), ends[-1], "--images" if len(counts) == 1 else "--images plus --judged")
+    check_count(data, len(image_set), ends[-1], option)
     paths = image_set.sample(ends[-1], seed).paths
     return [batches_of([read(path) for path in paths[span]], detector.settings.resizing) for span in spans]
 

@@ -53,7 +53,8 @@ JudgingDataOption = Annotated[
     Path | None,
     typer.Option(
         "--data",
-        help="Folder of images: some to calibrate on, others to measure losses on. The model demo has its own images.",
+        help="Folder of images: some to calibrate on, others to measure losses on. Default for the model demo: its own "
+        "images.",
     ),
 ]
 PartsOption = Annotated[

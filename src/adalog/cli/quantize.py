@@ -11,7 +11,7 @@ import adalog
 from adalog import Config, DataError, artifact
 from adalog.cli import budgets, detectors, options
 from adalog.cli.console import partial_of, progress_bar, quiet, remove_finished, show, site_progress
-from adalog.cli.targets import find_calibration, load_model, source_of
+from adalog.cli.targets import count_option, find_calibration, load_model, source_of
 from adalog.detection import zoo as detection
 from adalog.inputs import zoo
 from adalog.inputs.images import ImageSet
@@ -23,7 +23,7 @@ def command(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of images to calibrate on; labels are not needed. The model demo has its own images."
+            help="Folder of images to calibrate on; labels are not needed. Default for the model demo: its own images."
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Artifact to write, a safetensors file.")] = Path(
@@ -147,8 +147,7 @@ def _quantize(
     model: str, data: Path | None, config: Config, setup: options.Setup, partial: Path
 ) -> adalog.QuantizedModel:
     """Quantize the model `model` as `config` says, and return it on the CPU."""
-    option = "--images" if config.images_needed == config.images else "--reconstruct-images"
-    source = find_calibration(model, data, config.images_needed, option)
+    source = find_calibration(model, data, config.images_needed, count_option(config))
     loaded = load_model(model, setup.no_pretrained, setup.checkpoint)
     partial.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():

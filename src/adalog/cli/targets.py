@@ -7,12 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from adalog import AdalogError, DataError, QuantizedModel
+from adalog import AdalogError, Config, DataError, QuantizedModel
 from adalog.cli.console import waiting
 from adalog.detection.zoo import names_detector
 from adalog.inputs import demo, zoo
 from adalog.inputs.images import ImageSet, Preprocessing, draw_indices, find_images
 from adalog.runtime import Compiled
+
+_FITTED = "--reconstruct-images"  # the option with a default that depends on the method
 
 
 def source_of(target: str | None) -> str | None:
@@ -54,6 +56,11 @@ def find_calibration(target: str, data: Path | None, count: int, option: str | N
     return images
 
 
+def count_option(config: Config) -> str:
+    """Return the option that sets how many images `config` needs."""
+    return _FITTED if config.images_needed > config.images else "--images"
+
+
 def check_count(source: Path | str, available: int, count: int, option: str | None = "--images") -> None:
     """Raise DataError if `count`, set by `option` or by several options (None), is more than the images available."""
     if count <= available:
@@ -64,7 +71,8 @@ def check_count(source: Path | str, available: int, count: int, option: str | No
             "or give more images"
         )
     else:
-        why = f"{option} is {count}: give {option} {available}, or more images"
+        need = f"the stages of the method fit {count}" if option == _FITTED else f"{option} is {count}"
+        why = f"{need}: give {option} {available}, or more images"
     raise DataError(f"{source} has only {available} images, but {why}")
 
 
