@@ -387,7 +387,6 @@ def test_writes_through_views_that_turn(view, read_again):
     [
         ((), "no tensor"),
         ((None,), "no tensor"),
-        ((IMAGES[:0],), r"\(0, 3, 32, 32\)"),
         ((IMAGES, IMAGES[:2]), r"\(7, 3, 32, 32\), \(2, 3, 32, 32\)"),
         ((IMAGES, torch.tensor(3.0)), r"\(7, 3, 32, 32\), \(\)"),
     ],
@@ -397,6 +396,11 @@ def test_refuses_inputs_that_are_no_batch_of_images(tiny, inputs, shapes):
         CaptureError, match=rf"cannot use these inputs \({shapes}\), because the first dimension of every"
     ):
         capture(tiny, inputs)
+
+
+def test_refuses_inputs_without_images(tiny):
+    with pytest.raises(CaptureError, match=r"the inputs hold no images \(\(0, 3, 32, 32\)\): check how"):
+        capture(tiny, IMAGES[:0])
 
 
 @pytest.mark.slow

@@ -175,6 +175,13 @@ def test_a_refusal_names_the_line(kind, function, code, words, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "float64"])
+@pytest.mark.parametrize("layer", [nn.Conv2d(3, 4, 8), nn.Linear(32, 4)])
+def test_images_of_another_dtype_are_named(dtype, layer):
+    with pytest.raises(CaptureError, match=rf"fails on .*: the images are {dtype}; give float32, normalised"):
+        capture(nn.Sequential(layer).eval(), IMAGES.to(getattr(torch, dtype)))
+
+
 def test_a_fixed_height_is_named():
     with pytest.raises(
         CaptureError, match=r"turns the width of the images into a fixed number at .*: capture it for one"

@@ -109,6 +109,8 @@ def as_batch(inputs: Tensor | Sequence[Any]) -> tuple[Any, ...]:
     counts = [len(value) if value.ndim else None for value in tensors if isinstance(value, Tensor)]
     if not counts or len(set(counts)) > 1 or not counts[0]:
         shapes = ", ".join(str(tuple(value.shape)) for value in tensors if isinstance(value, Tensor)) or "no tensor"
+        if set(counts) == {0}:
+            raise CaptureError(f"the inputs hold no images ({shapes}): check how the images are selected")
         raise CaptureError(
             f"adalog cannot use these inputs ({shapes}), because the first dimension of every tensor must count the "
             "images, at least one and the same number in each: repeat an input that all images share once per image, "

@@ -101,9 +101,14 @@ def run_on(model: nn.Module, inputs: Sequence[Any]) -> Any:
     try:
         return model(*(value.clone() if isinstance(value, Tensor) else value for value in inputs))
     except Exception as cause:  # the model's own code may raise any exception
+        way_out = "give inputs that the model itself takes"
+        dtypes = {value.dtype for value in inputs if isinstance(value, Tensor)}
+        for dtype, name in ((torch.uint8, "uint8"), (torch.float64, "float64")):
+            if dtype in dtypes and "type" in str(cause):
+                way_out = f"the images are {name}; give float32, normalised as the model expects"
         raise CaptureError(
             f"{type(model).__name__} fails on {shapes_of(inputs)}{at(place_of_error(cause))} ({one_line(cause)}): "
-            "give inputs that the model itself takes"
+            f"{way_out}"
         ) from cause
 
 
