@@ -232,9 +232,49 @@ def test_arguments_that_nothing_can_be_done_with(tiniest, images, tmp_path, monk
         adalog.Calibration(tiniest, images).quantize(config, adalog.Resources(jobs=0))
     with pytest.raises(CalibrationError, match="on the meta device, which holds no values"):
         adalog.Calibration(tiniest, images.to("meta"))
+    with pytest.raises(ValueError, match="seed = 'a' is not a whole number"):
+        adalog.Calibration(tiniest, images, seed="a")
+    for call in (adalog.Calibration.quantize, adalog.Calibration.search):
+        with pytest.raises(ValueError, match="config = 'w4a4' is not a Config: give one such as"):
+            call(adalog.Calibration(tiniest, images), "w4a4")
     monkeypatch.chdir(tmp_path)
     adalog.Calibration(tiniest, images).quantize(config, adalog.Resources(partial="searches"))
     assert (tmp_path / "searches").exists()
+
+
+def of_convolution(function):
+    return Toy(lambda m, x: m.fc(function(x)).flatten(1), fc=nn.Conv2d(3, 4, 16)).eval()
+
+
+PIXELS = torch.randint(256, (8, 3, 16, 16), generator=torch.Generator().manual_seed(4)).float()
+AS_THEY_ARE = of_convolution(lambda x: x.contiguous())
+
+
+@pytest.mark.parametrize(
+    ("model", "images", "words"),
+    [
+        (AS_THEY_ARE, torch.full_like(IMAGES, 0.3), "one and the same value"),
+        (AS_THEY_ARE, PIXELS, "look like pixel values from 0 to 255"),
+    ],
+)
+def test_a_warning_of_images_that_are_not_prepared(model, images, words):
+    with pytest.warns(UserWarning, match=words):
+        Calibration(model, images)
+
+
+@pytest.mark.parametrize(
+    ("model", "images"),
+    [
+        (of_convolution(lambda x: (x - 120) / 60), PIXELS),
+        (AS_THEY_ARE, PIXELS / 255),
+        (AS_THEY_ARE, PIXELS - 120),
+        (AS_THEY_ARE, (PIXELS / 20).floor()),  # numbers of classes
+        (AS_THEY_ARE, PIXELS + 0.5),
+    ],
+)
+def test_no_warning_of_other_images(model, images):
+    """A warning fails the test."""
+    assert len(Calibration(model, images).sites) == 1
 
 
 def enlarged(factor, by_a_product):

@@ -11,7 +11,19 @@ from adalog.baselines import BlockRefinement, Evolution, RangeSearch, ReleasedSe
 from adalog.choices import Reconstruction
 from adalog.config import Config
 from adalog.methods import METHODS
+from adalog.search import AnySearch
 from adalog.search.bounds import Search
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnSearch(AnySearch):
+    """A search that a user wrote."""
+
+    kind = "own"
+
+    def search_product(self, product):
+        return product.assign(None, None)
+
 
 POWER_LAW = "uniform, twin, log2, log-sqrt2, adalog"
 RANGES = {"post_softmax": "log2", "post_gelu": "uniform", "search": RangeSearch()}
@@ -155,8 +167,10 @@ def test_methods_tell_their_sources_and_choices():
         (lambda: Config(post_softmax="split"), "post_softmax = 'split' needs search = ScaleSearch"),
         (
             lambda: Config(search=RangeSearch()),
-            "RangeSearch cannot search the base of 'adalog' quantizers: choose others",
+            "RangeSearch cannot search the base of 'adalog' quantizers: choose others for post_softmax and post_gelu",
         ),
+        (lambda: Config(search=OwnSearch(), post_gelu="uniform"), "OwnSearch cannot search the base"),
+        (lambda: Search(reach="0.1"), "reach = '0.1' is not a number above 0 and at most 0.5"),
         (lambda: Config(search=ScaleSearch(), post_softmax="max-kept"), "ScaleSearch cannot search the base"),
         (lambda: Config(post_softmax="log3"), f"^post_softmax = 'log3' is not one of {POWER_LAW}, split, max-kept$"),
         (lambda: Config(post_gelu="log3"), f"^post_gelu = 'log3' is not one of {POWER_LAW}$"),
@@ -251,6 +265,7 @@ def test_bits_are_whole_numbers_from_2_to_8_or_32(field, value):
         ("rounds", '{"search": {"kind": "released", "rounds": 1.0}}'),
         ("parents", '{"search": {"kind": "released", "parents": 16}}'),
         ("kind 'magic' is not one of bounds, released", '{"search": {"kind": "magic"}}'),
+        ("; add a class of your own to SEARCHES", '{"search": {"kind": "magic"}}'),
         ("bitz", '{"bitz": 4}'),
         ("stepz", '{"search": {"stepz": 4}}'),
         (

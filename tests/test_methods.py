@@ -281,6 +281,7 @@ def test_methods_take_any_outputs(unbound, method, ends):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:all calibration images hold one")
 @pytest.mark.parametrize("method", ["qdrop", "fima-q"])
 def test_blank_images_train_nothing(method):
     found = adalog.quantize(Unbound(ENDS["logits"]).eval(), torch.zeros_like(SMALL_IMAGES), brief(method))

@@ -638,3 +638,9 @@ def test_arguments_of_other_types():
         adalog.quantize(nn.Linear(3, 3), torch.zeros(40, 3), "w4a4")
     with pytest.raises(ValueError, match=r"jobs = 1\.5"):
         adalog.quantize(nn.Linear(3, 3), torch.zeros(40, 3), jobs=1.5)
+    for seed in ("0", 0.5, None, True, -1, 2**63):
+        with pytest.raises(ValueError, match=rf"seed = {seed!r} is not a whole number from 0 to"):
+            adalog.quantize(nn.Linear(3, 3), torch.zeros(40, 3), seed=seed)
+    for memory in ("2GB", 2e9, 0):
+        with pytest.raises(ValueError, match=rf"memory = {re.escape(repr(memory))} is not a number of bytes: give one"):
+            adalog.quantize(nn.Linear(3, 3), torch.zeros(40, 3), memory=memory)

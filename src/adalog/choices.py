@@ -198,7 +198,10 @@ def kind_from_json(name: str, fields: Any, kinds: Sequence[Any]) -> Any:
     by_name = {choice.kind: choice for choice in kinds}
     kind = fields.get("kind", kinds[0].kind)
     if kind not in by_name:
-        raise ValueError(f"{name}: the kind {kind!r} is not one of {', '.join(by_name)}")
+        raise ValueError(
+            f"{name}: the kind {kind!r} is not one of {', '.join(by_name)}; add a class of your own to SEARCHES or "
+            "STAGES in src/adalog/config.py"
+        )
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items() if key != "kind"}
     check_fields(by_name[kind], values)
     return by_name[kind](**values)

@@ -156,9 +156,10 @@ class Config:
             raise ValueError("post_softmax = 'twin' is not possible: a twin quantizer is for values of both signs")
         if self.post_softmax in ("split", "max-kept") and not isinstance(self.search, ScaleSearch):
             raise ValueError(f"post_softmax = {self.post_softmax!r} needs search = ScaleSearch(...)")
-        if isinstance(self.search, (RangeSearch, ScaleSearch)) and "adalog" in (self.post_softmax, self.post_gelu):
+        if not self.search.finds_bases and "adalog" in (self.post_softmax, self.post_gelu):
             raise ValueError(
-                f"{type(self.search).__name__} cannot search the base of 'adalog' quantizers: choose others"
+                f"{type(self.search).__name__} cannot search the base of 'adalog' quantizers: choose others for "
+                "post_softmax and post_gelu, such as 'uniform'"
             )
         for name in ("r", "q_min", "q_max", "fold_rows", "images"):
             check_whole(name, getattr(self, name), 1)
@@ -335,6 +336,11 @@ class Config:
         if isinstance(fields.get("pinned"), list):
             fields["pinned"] = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in fields["pinned"])
         return Config(search=search, **fields)
+
+
+def check_config(config: object) -> None:
+    if not isinstance(config, Config):
+        raise ValueError(f"config = {config!r} is not a Config: give one such as Config.preset('w4a4')")
 
 
 def weight_format(config: Config, *own_dims: int) -> Format:

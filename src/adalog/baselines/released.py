@@ -72,6 +72,7 @@ class ReleasedSearch(AnySearch):
     """
 
     kind: ClassVar[str] = "released"
+    finds_bases: ClassVar[bool] = True
     progressive: bool = True
     steps: int = 6
     rounds: int = 3

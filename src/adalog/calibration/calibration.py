@@ -4,6 +4,7 @@ import copy
 import functools
 import hashlib
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
@@ -23,7 +24,7 @@ from adalog.calibration.shared import ProductFields
 from adalog.calibration.stages import check_images, run_stages
 from adalog.calibration.values import Values
 from adalog.choices import Correction
-from adalog.config import Config
+from adalog.config import Config, check_config
 from adalog.device import default_memory, full_float32_on, waits_for_launches
 from adalog.errors import CalibrationError
 from adalog.graph.capture import Sizes, as_batch, capture, take
@@ -138,11 +139,13 @@ class Calibration:
         memory: int | None = None,
         sizes: Sizes = "fixed",
     ):
+        check_settings(seed, memory)
         inputs = _in_float32(as_batch(images))
         self.images = _finite(inputs)
         self.unlabelled = self.images if unlabelled is None else _more_like(self.images, unlabelled)
         self.program = capture(_of_float32(float_module(model)), inputs, sizes)
         self.sites = with_heads(find_sites(self.program), self.program, self.images)
+        _warn_of_values(self.images, self.sites)
         with full_float32_on(self.images[0].device):
             self.program = even_out_values(self.program, self.sites, take(self.images, [0, 1]))
         self.pairs = find_pairs(self.program, self.sites, take(self.images, [0, 1]))
@@ -202,6 +205,7 @@ class Calibration:
         Returns:
             Each group with its assignment, in order of execution.
         """
+        check_config(config)
         operands.check_pinned(config, self.sites)
         check_images(config, self.unlabelled)
         self._shared.prepare(config)
@@ -323,6 +327,7 @@ class Calibration:
         Yields:
             One result per product, in the order in which operands are observed.
         """
+        check_config(config)
         operands.check_pinned(config, self.sites)
         if unknown := set(sites or ()) - {site.name for site in self.sites}:
             names = ", ".join(sorted(unknown))
@@ -550,6 +555,14 @@ class Calibration:
         return self._product(group, choices, assignment.fold, operands.formats_of(group.first, choices)[0])
 
 
+def check_settings(seed: object, memory: object) -> None:
+    """Raise ValueError unless the seed is valid for PyTorch and the memory, if it is not None, is in bytes."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed = {seed!r} is not a whole number from 0 to 2**63 - 1")
+    if memory is not None and (not isinstance(memory, int) or isinstance(memory, bool) or memory < 1):
+        raise ValueError(f"memory = {memory!r} is not a number of bytes: give one such as 2 << 30")
+
+
 def _maybe_uniform(products: Sequence[Product], results: Sequence[SearchResult], config: Config) -> list[int]:
     """Return the numbers of the products whose left values a uniform quantizer fits better than the one found."""
     quantizers = {
@@ -604,6 +617,25 @@ def _finite(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
     if not all(bool(torch.isfinite(value).all()) for value in images):
         raise CalibrationError("the calibration images contain NaN or infinite values: check how they are prepared")
     return images
+
+
+def _warn_of_values(images: Sequence[Tensor], sites: Sequence[Site]) -> None:
+    """Warn if all images are one value, or if a convolution reads pixel values that are not normalised."""
+    floats = [value for value in images if value.is_floating_point() and value.numel()]
+    reads = any(site.role == "conv" and site.left_source.kind == "input" for site in sites)
+    if floats and all(bool(value.min() == value.max()) for value in floats):
+        warnings.warn("all calibration images hold one and the same value: check how they are prepared", stacklevel=2)
+    elif reads and any(value.ndim == 4 and _holds_pixels(value) for value in floats):
+        warnings.warn(
+            "the calibration images look like pixel values from 0 to 255, and the first convolution reads them as they "
+            "are: normalise them as the model expects",
+            stacklevel=2,
+        )
+
+
+def _holds_pixels(values: Tensor) -> bool:
+    """Return True for whole numbers from 0 to 255 that are larger than those of labels or masks."""
+    return bool(values.min() >= 0 and 20 < values.max() <= 255 and torch.equal(values, values.round()))
 
 
 def _more_like(images: Sequence[Tensor], unlabelled: Tensor | Sequence[Any]) -> tuple[Tensor, ...]:

@@ -37,7 +37,6 @@ SHARED = ("quantize", "evaluate", "sensitivity", "pareto")
 app = typer.Typer(
     cls=Commands,
     help="Quantize vision transformers to 2 to 8 bits with adaptive logarithm quantizers.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )

@@ -32,6 +32,7 @@ from adalog.errors import RankError, printable
 from adalog.ranks import ALONE, Ranks
 
 FAILED, BAD_INPUT = 1, 2  # exit codes; 0 means success
+_UsageError: Any = typer.BadParameter.__base__  # which typer does not export
 _errors = Console(stderr=True)
 _job = ContextVar("_job", default=ALONE)  # set while a command runs
 
@@ -62,7 +63,10 @@ class _Interruptible:
 
 
 class Commands(_Interruptible, TyperGroup):
-    """A group of commands."""
+    """A group of commands, which shows its help if there are no arguments."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args or ["--help"])
 
 
 class Script(_Interruptible, TyperCommand):
@@ -139,11 +143,12 @@ def _among(ranks: Ranks) -> Iterator[None]:
 
 def _end(app: Callable[..., Any], session: Session, ranks: Ranks) -> int:
     """Run `app` and return its exit code, which is the same on all ranks. Wait for all ranks to end."""
-    code: Any = 0
     try:
-        app(obj=session)
-    except SystemExit as end:  # typer has explained the wrong arguments, which are the same on all ranks
-        code = end.code or 0
+        code: Any = app(obj=session, standalone_mode=False)
+    except SystemExit as end:
+        code = end.code
+    except _UsageError as error:  # all ranks have the same arguments
+        return ranks.fail(partial(_explain, error, session.debug), alike=True)
     if code:
         return ranks.fail(lambda: int(code), alike=True)
     ranks.meet()
@@ -160,6 +165,9 @@ def _explain(error: BaseException, debug: bool) -> int:
     if isinstance(error, (Interrupted, KeyboardInterrupt)):
         _errors.print("interrupted")
         return FAILED
+    if isinstance(error, _UsageError):
+        _complain("error", f"{error.format_message().rstrip('.')}; see `{error.ctx.command_path} --help`")
+        return BAD_INPUT
     if debug:
         traceback.print_exception(error)
     if isinstance(error, (AdalogError, ValueError)) and not isinstance(error, RankError):

@@ -36,6 +36,7 @@ class AnySearch(ABC):
     """The choices of a search, and the search itself. Searches are frozen dataclasses."""
 
     kind: ClassVar[str]  # the name in files
+    finds_bases: ClassVar[bool] = False  # whether it can search the base of "adalog" quantizers
 
     @property
     def needs(self) -> Needs:

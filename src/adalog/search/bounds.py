@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from adalog.choices import check_choice, check_flag, check_share, check_whole
+from adalog.choices import check_choice, check_flag, check_number, check_share, check_whole
 from adalog.quantizers import Assignment, Fold, Quantizer, UniformFormat, UniformQuantizer, bounds_to_uniform
 from adalog.quantizers.quantiles import coprime
 from adalog.search import AnySearch, Needs
@@ -65,6 +65,7 @@ class Search(AnySearch):
     """
 
     kind: ClassVar[str] = "bounds"
+    finds_bases: ClassVar[bool] = True
     strategy: Strategy = "fpcs"
     init: tuple[int, int] = (16, 8)
     parents: int = 16
@@ -85,8 +86,7 @@ class Search(AnySearch):
         for name in ("refit", "compare_uniform"):
             check_flag(name, getattr(self, name))
         check_share("importance", self.importance)
-        if not isinstance(self.reach, (int, float)) or not 0 < self.reach <= 0.5:
-            raise ValueError(f"reach = {self.reach} is not a number above 0 and at most 0.5")
+        check_number("reach", self.reach, 0, 0.5)
         if not isinstance(self.init, tuple) or len(self.init) != 2:
             raise ValueError(f"init = {self.init!r} is not a pair of sizes")
         for size in self.init:
