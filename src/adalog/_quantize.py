@@ -11,9 +11,9 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from adalog.calibration.calibration import Calibration, digest
+from adalog.calibration.calibration import Calibration, check_settings, digest
 from adalog.calibration.schedule import Progress, Resources
-from adalog.config import Config
+from adalog.config import Config, check_config
 from adalog.errors import CalibrationError, RankError
 from adalog.graph.capture import Sizes, as_batch, take
 from adalog.graph.modules import float_module
@@ -72,7 +72,11 @@ def quantize(
         CalibrationError: If there are too few images, if they or the values inside the model are not finite, or if
             `within` does not call the model with arguments that have one meaning for any number of images.
         ValueError: If `images` is none of these, if `within` does not contain the model, if a pattern of
-            `config.pinned` matches no site, or if the memory is too small.
+            `config.pinned` matches no site, if the seed or the memory is not a whole number, or if the memory is too
+            small.
+
+    Warns:
+        UserWarning: If all images hold one value, or if a convolution reads pixel values from 0 to 255 as they are.
 
     Examples:
         >>> model, images = adalog.demo.load_model(), adalog.demo.calibration_images()
@@ -80,8 +84,8 @@ def quantize(
         >>> size = qmodel.save("vit.w4a4.safetensors")  # bytes
     """
     config = config or Config.preset("w4a4")
-    if not isinstance(config, Config):
-        raise ValueError(f"config = {config!r} is not a Config: give one such as Config.preset('w4a4')")
+    check_config(config)
+    check_settings(seed, memory)
     resources = Resources(jobs, partial, progress, ranks)
     inputs = as_inputs(images, model if within is None else within, config.images_needed)
     tensors = as_batch(sample_images(inputs, config.images_needed, seed))

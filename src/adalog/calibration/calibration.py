@@ -118,7 +118,11 @@ class Calibration:
     Raises:
         CaptureError: If the model cannot be exported, or uses an operation that adalog does not support.
         CalibrationError: If the model has no multiplication to quantize, or if the images are not finite.
-        ValueError: If `memory` is too small for 1,024 rows of an operand.
+        ValueError: If the seed or `memory` is not a whole number, or if `memory` is too small for 1,024 rows of an
+            operand.
+
+    Warns:
+        UserWarning: If all images hold one value, or if a convolution reads pixel values from 0 to 255 as they are.
 
     Examples:
         >>> import adalog
