@@ -36,7 +36,7 @@ from adalog.quantizers import UniformQuantizer
 from adalog.quantizers.elementwise import codes_in_turn
 from adalog.study.evaluate import predict
 from strategies import normal
-from toys import Toy, all_values, distance
+from toys import TOKENS, Toy, all_values, distance, learned_query
 
 
 def correlated(rows, columns, seed=0):
@@ -514,6 +514,14 @@ def test_a_model_says_that_its_correction_was_not_applied(pool, searched, fast, 
     told = "not applied: the correction: it does not lower the error of the model's output"
     summary = calibration.quantize(replace(fast, stages=(Correction(images=6, compensate=False),))).summary()
     assert (told in summary) is worse
+
+
+def test_the_sqnr_of_equal_rows_is_of_their_power():
+    """A learned query is the same for every image, so its outputs have no spread about their mean."""
+    calibration = Calibration(learned_query(), TOKENS)
+    after = correct(calibration.program, [TOKENS], calibration.assign(LOW), Correction(robust=False))
+    assert [group.name for group, _ in after] == ["query", "key", "head"]
+    assert all(assignment.sqnr > 5 for _, assignment in after)
 
 
 def test_moments_count_rows_by_their_weight(pool, searched):

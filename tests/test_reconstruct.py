@@ -33,7 +33,7 @@ from adalog.study.evaluate import predict
 from recorded import Operations, like_an_accelerator, record, without_data
 from stored import deserialise, serialise
 from strategies import normal
-from toys import TOKENS, Toy, all_values, distance, tokens_config
+from toys import TOKENS, Toy, all_values, distance, learned_query, tokens_config
 from zoo import timm_vit
 
 pytestmark = pytest.mark.usefixtures("captured_once")
@@ -594,6 +594,12 @@ def test_the_sqnr_of_a_weight_is_about_the_mean_of_each_channel(pool, searched):
             mean = 0.0 if alone else y.flatten(0, -2).mean(0)
             signal += float((y - mean).square().sum())
         assert found.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-3), group.name
+
+
+def test_the_sqnr_of_equal_rows_is_of_their_power():
+    calibration = Calibration(learned_query(), TOKENS)
+    block = block_of(calibration, calibration.assign(LOW), TOKENS.repeat(3, 1, 1), number=0)
+    assert all(found.sqnr > 5 for _, found in block._with_sqnr(block._assigned))
 
 
 def again(m, x):

@@ -85,6 +85,17 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=self.scale)
 
 
+def learned_query():
+    """A model with a linear that reads a stored token, repeated for each image."""
+    torch.manual_seed(0)
+    layers = {name: nn.Linear(8, 8) for name in ("query", "key", "head")}
+    return Toy(
+        lambda m, x: m.head(m.query(m.token.expand(x.shape[0], -1, -1)) + m.key(x)),
+        token=nn.Parameter(torch.randn(1, 1, 8)),
+        **layers,
+    ).eval()
+
+
 def tokens_config(bits="w8a8", method="minmax", **changes):
     """A config that calibrates on all of `TOKENS`."""
     return replace(Config.preset(bits, method), images=len(TOKENS), **changes)

@@ -48,7 +48,7 @@ _ALIKE = 10
 # The relative error of a sum of squares in float32, per column of the moments.
 _OF_SUMS = 4 * torch.finfo(torch.float32).eps
 # Values whose variance is below this fraction of their mean square are constant except for rounding noise.
-_ROUNDING = 1e-10
+ROUNDING = 1e-10
 # The least and the most that scales are multiplied by to restore the power of the outputs.
 _GAINS = (0.5, 2.0)
 # The most bytes that the patches of a convolution take at a time.
@@ -344,7 +344,7 @@ def _refit(
     start = weight.double().reshape(groups, -1, weight.shape[1])
     enough = total.rows >= start.shape[2] or not choices.robust
     fits, compensates = choices.ridge and enough, choices.compensate and enough
-    floor = _ROUNDING * total.count * mean_x.square().mean(1)
+    floor = ROUNDING * total.count * mean_x.square().mean(1)
     try:
         ridge = _RIDGE if fits else math.inf
         if fits and held is not None:
@@ -374,9 +374,10 @@ def _refit(
     fitted = stored.dequantize().double().reshape(start.shape)
     own = exact_bias(program, group, assignment).double().reshape(mean_y.shape) + (start @ mean_x[..., None])[..., 0]
     bias = (own.lerp(mean_y, choices.coefficient) - (fitted @ mean_x[..., None])[..., 0]).flatten()
-    signal = centred.yy if total.rows > 1 else mean_y.square()  # a single row equals its mean
     gap = mean_y - (fitted @ mean_x[..., None])[..., 0] - bias.reshape(mean_y.shape)
-    power, noise = torch.stack([signal.sum(), (centred.error(fitted) + total.count * gap.square()).sum()]).tolist()
+    spread, whole = centred.yy.sum(), total.count * mean_y.square().sum()
+    signal = torch.where(spread > ROUNDING * whole, spread, whole)  # equal rows, or a single one, have no spread
+    power, noise = torch.stack([signal, (centred.error(fitted) + total.count * gap.square()).sum()]).tolist()
     return replace(assignment, right=stored, bias=bias.to(weight.dtype), sqnr=decibels(power, noise))
 
 
@@ -386,7 +387,7 @@ def _gain(moments: Moments, weight: Tensor, mean_y: Tensor) -> Tensor:
     One factor for all outputs: a class token can have nearly all the weight of the rows, and then few rows decide.
     """
     power, target_power = ((weight @ moments.xx) * weight).sum(), moments.yy.sum()
-    least = _ROUNDING * moments.count * mean_y.square().sum()
+    least = ROUNDING * moments.count * mean_y.square().sum()
     varies = (power > least) & (target_power > least)  # not so for constant outputs, or a single row
     return torch.where(varies, (target_power / power).sqrt().clamp(*_GAINS), 1.0)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from adalog.calibration.block_errors import LOSSES, BlockOutput, Loss, pick
+from adalog.calibration.compensate import ROUNDING
 from adalog.calibration.judge import output_errors
 from adalog.calibration.partial import Partial
 from adalog.calibration.replay import Masks, Replay, random_mask
@@ -455,8 +456,8 @@ class BlockInTraining:
             power = noise = 0.0
             for total in (of_name[name] for name in group.nodes):
                 noise += float(total[0])
-                mean = total[3:].square().sum() / total[2] if total[2] > 1 else 0.0  # a single row equals its mean
-                power += float(total[1] - mean)
+                spread = total[1] - total[3:].square().sum() / total[2]
+                power += float(spread if spread > ROUNDING * total[1] else total[1])  # equal rows have no spread
             measured.append((group, replace(assignment, sqnr=decibels(power, noise))))
         return measured
 
