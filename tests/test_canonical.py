@@ -65,6 +65,24 @@ CONSTANTS = {
 }
 
 
+# What computes a resized table of positions.
+RESIZED = {
+    "bicubic": lambda table: F.interpolate(table, (3, 2), mode="bicubic", antialias=True),
+    "bilinear": lambda table: F.interpolate(table, scale_factor=(1.5, 1), mode="bilinear"),
+    "nearest": lambda table: F.interpolate(table, (3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", RESIZED)
+def test_a_table_that_is_resized_to_a_fixed_size_is_resized_once(name):
+    def function(model, x):
+        return x + RESIZED[name](model.table.view(1, 2, 2, 8).permute(0, 3, 1, 2)).flatten(2).mT
+
+    program = check_capture(Toy(function, table=nn.Parameter(torch.randn(4, 8))), MORE_TOKENS)
+    assert "table" not in program.tensors
+    assert not any("upsample" in op for op in ops(program))
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 @pytest.mark.parametrize(
     "computed",
@@ -89,6 +107,17 @@ def test_a_constant_is_stored_in_the_artifact():
     again = deserialise(serialise(qmodel.quantized))
     assert torch.equal(again.program.run([TOKENS]), qmodel(TOKENS))
     assert not {*ops(again.program)} & {"linspace", "polar", "imag"}
+
+
+def test_a_convolution_over_one_dimension_is_quantized_under_its_own_name():
+    parts = {"mix": nn.Conv1d(6, 4, 3, padding="same", groups=2), "head": nn.Linear(8, 5)}
+    model = Toy(lambda m, x: m.head(F.gelu(m.mix(x))), **parts).eval()
+    qmodel = adalog.quantize(model, TOKENS, tokens_config())
+    assert [(row.site, row.role) for row in qmodel.ledger] == [("mix", "conv"), ("head", "linear")]
+    assert not qmodel.float_sites()
+    again = adalog.QuantizedModel(deserialise(serialise(qmodel.quantized)))
+    integers = again.compile("native" if adalog.library.levels() else "torch")
+    torch.testing.assert_close(integers(TOKENS), model(TOKENS), rtol=0.05, atol=0.05)
 
 
 def test_whitelisted_operations_on_tables_stay():
@@ -141,6 +170,23 @@ def sampled(model, x):
     return F.grid_sample(maps, grid, mode="bilinear", align_corners=False)
 
 
+def filtered(model, x):
+    """Convolutions over one dimension, of both parities, with all arguments."""
+    weight = model.table[:6, :6].reshape(6, 2, 3)
+    return (
+        F.conv1d(x, weight, model.token[:6], 1, 2, 2, 3),
+        F.conv1d(x, weight, padding="valid", groups=3),
+        F.conv1d(x, weight[..., :2], stride=2, groups=3),
+        F.conv1d(x, weight[..., :2], padding="same", dilation=3, groups=3),
+    )
+
+
+def largest(model, x):
+    """Maxima of windows, and of all values in one dimension or both."""
+    maps = x.unflatten(2, (2, 4))
+    return F.adaptive_max_pool1d(x, 4), [F.adaptive_max_pool2d(maps, shape) for shape in (1, (1, 2), (None, 1))]
+
+
 def aliases(model, x):
     x = torch.concat([torch.concatenate([x, torch.absolute(x)], 1), torch.negative(x)], 1)[:, : x.shape[1]]
     x = torch.multiply(x, torch.subtract(x, torch.divide(x, torch.true_divide(model.token, 2))))
@@ -185,6 +231,8 @@ IMAGES_OPERATIONS = {
     "topk": lambda m, x: x.topk(2, dim=1)[0],
     "sort": lambda m, x: x.sort(-1)[0],
     "grid_sampler": sampled,
+    "conv1d": filtered,
+    "adaptive_max_pool": largest,
     "other names": aliases,
     "einsum with an ellipsis": lambda m, x: torch.einsum("...c,dc->...d", x, m.table),
     "einsum with two ellipses": lambda m, x: torch.einsum("...nc,...mc->...nm", x, x),
@@ -227,6 +275,7 @@ def test_operations_run_from_an_artifact(name):
         (lambda m, x: x + x.masked_select(x > 0).mean(), "use torch.where"),
         (lambda m, x: torch.view_as_real(pairs(x) * torch.arange(4.0)).sum() + x, "quantize a part of the model"),
         (lambda m, x: torch.einsum("bii->bi", x[:, :, :6]), "quantize a part of the model"),
+        (lambda m, x: x * F.adaptive_max_pool1d(x, 2, return_indices=True)[1].sum(), "quantize a part of the model"),
         (lambda m, x: x + torch.rand(8), "other values in"),  # chance is not computed once
         (lambda m, x: x * torch.bernoulli(torch.ones(8) / 2), "other values in"),
     ],
@@ -271,8 +320,9 @@ def test_grouped_and_causal_attention_is_unfolded(choices):
     [
         lambda tokens: F.scaled_dot_product_attention(tokens, tokens, tokens, is_causal=True).mean(1),
         lambda tokens: torch.einsum("bnd,bmd->bnm", tokens, tokens).mean((1, 2)),
+        lambda tokens: F.adaptive_max_pool1d(tokens.mT, 1).flatten(1),
     ],
-    ids=["causal attention", "einsum"],
+    ids=["causal attention", "einsum", "adaptive_max_pool1d"],
 )
 def test_operations_on_images_of_any_size(function):
     model = Toy(lambda m, x: function(m.stem(x).flatten(2).transpose(1, 2)), stem=nn.Conv2d(3, 8, 4, 4)).eval()

@@ -93,13 +93,14 @@ def test_products_that_stay_float_are_told():
         return model.conv(filtered.flatten(1, 2)).flatten(1), model.head(mixed)
 
     modules = {"fc": nn.Linear(32, 32), "mix": nn.Parameter(torch.randn(8, 32)), "head": nn.Linear(32, 4)}
-    model = Toy(function, conv=nn.Conv1d(24, 2, 3), **modules).eval()
+    model = Toy(function, conv=nn.ConvTranspose1d(24, 2, 3), **modules).eval()
     result = adalog.quantize(model, IMAGES, CONFIG)
     assert [row.site for row in result.ledger] == ["fc", "head"]
     assert result.refusals == {
         "qk": "stays float: its left operand is a stored tensor",
         "linear": "stays float: its weight is computed, not stored",
-        "conv.conv1d": "stays float: conv1d is neither a linear, a 2-D convolution nor a matrix product",
+        "conv.conv_transpose1d": "stays float: conv_transpose1d is neither a linear, a 2-D convolution nor a matrix "
+        "product",
     }
     assert len(result.float_sites()) == 3
     assert "2 sites, 3 of them float" in result.summary()
@@ -195,8 +196,8 @@ def test_half_precision_is_quantized_in_float32(tiny, images, fast, dtype):
 def test_a_model_without_multiplications_is_refused():
     with pytest.raises(CalibrationError, match="no multiplication"):
         adalog.quantize(Toy(lambda _, x: x + 1).eval(), IMAGES, CONFIG)
-    model = Toy(lambda model, x: model.conv(x.flatten(2)), conv=nn.Conv1d(3, 4, 1)).eval()
-    with pytest.raises(CalibrationError, match="can be quantized: conv1d is neither a linear, a 2-D convolution nor"):
+    model = Toy(lambda model, x: model.conv(x[:, None]), conv=nn.Conv3d(1, 4, 1)).eval()
+    with pytest.raises(CalibrationError, match="can be quantized: conv3d is neither a linear, a 2-D convolution nor"):
         adalog.quantize(model, IMAGES, CONFIG)
 
 

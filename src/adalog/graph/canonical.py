@@ -9,7 +9,7 @@ in this order:
     choose_by_masks       x[mask] = y[mask]                  -> where(mask, y, x)
     store_parameters      a parameter computed from tensors  -> a stored tensor;   x W -> linear(x, W^T)
     multiply_as_real      view_as_real(view_as_complex(x) c), as in rotary positions -> products of real values
-    store_constants       an operation outside the whitelist on tensors that no input reaches -> a stored tensor
+    store_constants       a resize, or an operation outside the whitelist, of what no input reaches -> a stored tensor
     join_activations      x (1 + erf(x / sqrt 2)) / 2        -> gelu(x), and the same for others
     fold_batch_norms      batch_norm(conv(x))                -> conv(x), with other weights
 
@@ -229,18 +229,45 @@ def _unfold_added(op: str) -> Callable[[OpCall], Ref]:
     return unfold
 
 
-def unfold_named_padding(call: OpCall) -> Ref:
-    """Write a convolution with padding "same" or "valid" with the padding as numbers."""
+def unfold_convolution(call: OpCall) -> Ref | None:
+    """Write a convolution over one dimension, or with padding "same" or "valid", as one over two, padded by numbers."""
     image, weight, bias, stride, padding, dilation, groups = call.arguments().values()
     kernel = call.metas[1].shape[2:]
-    totals = [step * (size - 1) * (padding == "same") for step, size in zip(dilation, kernel, strict=True)]
-    sides = tuple(total // 2 for total in totals)
-    if any(total % 2 for total in totals):  # the extra row goes to the bottom, the extra column to the right
-        (top, left), (height, width) = sides, totals
-        zeros = (left, width - left, top, height - top)
-        image = call.emit("aten.constant_pad_nd.default", image, zeros, part="_pad")
-        sides = (0, 0)
-    return call.emit("aten.conv2d.default", image, weight, bias, tuple(stride), sides, tuple(dilation), groups)
+    one_dimension = len(kernel) == 1
+    if one_dimension:  # maps and kernels of height 1
+        if call.metas[0].ndim != 3:
+            return None
+        image, weight = (call.emit("aten.unsqueeze.default", value, -2, part="_map") for value in (image, weight))
+        kernel, stride, dilation = (1, *kernel), (1, *stride), (1, *dilation)
+    if isinstance(padding, str):
+        totals = [step * (size - 1) * (padding == "same") for step, size in zip(dilation, kernel, strict=True)]
+        sides = tuple(total // 2 for total in totals)
+        if any(total % 2 for total in totals):  # the extra row goes to the bottom, the extra column to the right
+            (top, left), (height, width) = sides, totals
+            zeros = (left, width - left, top, height - top)
+            image = call.emit("aten.constant_pad_nd.default", image, zeros, part="_pad")
+            sides = (0, 0)
+    else:
+        sides = (0, *padding)
+    result = call.emit("aten.conv2d.default", image, weight, bias, tuple(stride), sides, tuple(dilation), groups)
+    return call.emit("aten.squeeze.dim", result, -2, part="_row") if one_dimension else result
+
+
+def unfold_adaptive_max_pool(call: OpCall) -> tuple[Ref, Ref] | None:
+    """Write an adaptive maximum pooling with windows of equal sizes as maxima. The indices stay as they are."""
+    value, counts = call.args
+    dims = range(-len(counts), 0)
+    if whole := tuple(dim for dim, count in zip(dims, counts, strict=True) if count == 1):
+        value = call.emit("aten.amax.default", value, whole, True, part="_most")
+    for dim, count in zip(dims, counts, strict=True):
+        size = call.metas[0].shape[dim]
+        if dim in whole:
+            continue
+        if not isinstance(size, int) or not isinstance(count, int) or count < 1 or size % count:
+            return None
+        windows = call.emit("aten.unflatten.int", value, dim, (count, -1), part="_windows")
+        value = call.emit("aten.amax.default", windows, (dim,), part="_most")
+    return value, call.emit("getitem", call.emit(call.op, *call.args), 1, part="_indices")
 
 
 def unfold_mask_index(call: OpCall) -> Ref | None:
@@ -459,7 +486,8 @@ UNFOLDED: Mapping[str, Callable[[OpCall], Any]] = {
     **dict.fromkeys(aten("baddbmm.default addmm.default"), _unfold_added("aten.matmul.default")),
     "aten.addcmul.default": _unfold_added("aten.mul.Tensor"),
     "aten.addcdiv.default": _unfold_added("aten.div.Tensor"),
-    "aten.conv2d.padding": unfold_named_padding,
+    **dict.fromkeys(aten("conv1d.default conv1d.padding conv2d.padding"), unfold_convolution),
+    **dict.fromkeys(aten("adaptive_max_pool1d.default adaptive_max_pool2d.default"), unfold_adaptive_max_pool),
     "aten.index.Tensor": unfold_mask_index,
     "aten.index_put.default": unfold_mask_write,
     "aten.masked_fill.Tensor": unfold_masked_fill,
@@ -596,7 +624,9 @@ def store_parameters(program: Program) -> Program:
     for node in program.nodes:
         for value in (*[node.name] * (node.op in PRODUCTS), *dict(_parameters(node))):
             if value in constant and value not in program.tensors and value not in stored:
-                stored[value] = _name_in(taken, *read_as.get(value, (node, "stored")))
+                reader, part = read_as.get(value, (node, "stored"))
+                own = _kernel_of_row(program, reader, value)
+                stored[value] = own if own is not None else _name_in(taken, reader, part)
     computed = _compute(program, constant, stored)
     tensors, nodes = dict(program.tensors), []
     tensors.update((name, computed[value].contiguous()) for value, name in stored.items())
@@ -610,6 +640,15 @@ def store_parameters(program: Program) -> Program:
         nodes.append(reading)
     output = map_refs(program.output, lambda ref: Ref(stored.get(ref.name, ref.name)))
     return replace(program, nodes=tuple(nodes), output=output, tensors=tensors).prune()
+
+
+def _kernel_of_row(program: Program, reader: Node, value: str) -> str | None:
+    """Return the name of the tensor that becomes a kernel of height 1, if a convolution reads nothing else of it."""
+    maker = _find_maker(program, Ref(value), "aten.unsqueeze.default")
+    if maker is None or reader.op != "aten.conv2d.default":
+        return None
+    name: str = maker.args[0].name
+    return name if name in program.tensors and program.uses[name] == 1 else None
 
 
 def _parameters(node: Node) -> list[tuple[str, str]]:
@@ -659,9 +698,13 @@ def multiply_as_real(program: Program) -> Program:
 
 
 def store_constants(program: Program) -> Program:
-    """Compute what operations outside the whitelist make of stored tensors and numbers alone, and store the results."""
+    """Compute what resizes and operations outside the whitelist make of constants alone, and store the results."""
     constant = _constants(program)
-    names = {node.name for node in program.nodes if node.name in constant and node.op not in OPERATIONS}
+    names = {
+        node.name
+        for node in program.nodes
+        if node.name in constant and (node.op not in OPERATIONS or "upsample" in node.op)  # a resized position table
+    }
     more, computed = names, dict[str, Any]()
     while more:  # what reads results that a program cannot store, such as lists and complex tensors, is computed too
         computed = _compute(program, constant, names)
