@@ -235,6 +235,7 @@ def test_a_site_that_is_not_quantized_is_told(quantized, calibration):
 
 
 SHAPE = r"\(4, 3, 32, 32\) of torch.float32"
+CONVERT = r": convert the input with .to\(torch.float32\)"
 
 
 @pytest.mark.parametrize(
@@ -245,7 +246,9 @@ SHAPE = r"\(4, 3, 32, 32\) of torch.float32"
         (lambda images: [images[..., :16]], r"\(4, 3, 32, 16\) of torch.float32"),
         (lambda images: [images[:, :1]], r"\(4, 1, 32, 32\) of torch.float32"),
         (lambda images: [images[0]], r"\(3, 32, 32\) of torch.float32"),
-        (lambda images: [images.double()], r"\(4, 3, 32, 32\) of torch.float64"),
+        (lambda images: [images.double()], rf"\(4, 3, 32, 32\) of torch.float64{CONVERT}"),
+        (lambda images: [images.bfloat16()], rf"\(4, 3, 32, 32\) of torch.bfloat16{CONVERT}"),
+        (lambda images: [images.long()], r"\(4, 3, 32, 32\) of torch.int64"),
         (lambda images: [images.numpy()], "ndarray"),
     ],
 )

@@ -101,7 +101,8 @@ class QuantizedModel(nn.Module):
         settings of PyTorch; without it, adalog switches TF32 off.
 
         Args:
-            *inputs: The positional inputs of the original model, (B, ...) each.
+            *inputs: The positional inputs of the original model, (B, ...) each; in float32 if that model is in half
+                precision.
             **named: Keyword arguments, only for a model that takes the place of a module.
 
         Returns:

@@ -57,7 +57,16 @@ class QuantizedProgram:
                 f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
                 for value in inputs
             ]
-            raise ValueError(f"the model takes {' and '.join(expected)}; got {' and '.join(actual) or 'nothing'}")
+            types = [
+                dtype
+                for value, (_, dtype) in zip(inputs, own, strict=False)
+                if isinstance(value, Tensor) and value.dtype != dtype
+                if value.is_floating_point() and dtype.is_floating_point
+            ]
+            way_out = f": convert the input with .to({types[0]})" if types else ""
+            raise ValueError(
+                f"the model takes {' and '.join(expected)}; got {' and '.join(actual) or 'nothing'}{way_out}"
+            )
         if torch.compiler.is_compiling():  # the compiler finds out itself whether the operations take the inputs
             return
         shapes = tuple(tuple(value.shape) for value in inputs)
