@@ -11,7 +11,11 @@ def test_floats_are_what_torch_computes():
     x, y = torch.randn(2, 3, 5, 7, generator=generator)
     two = {f"aten.{name}.Tensor": getattr(torch, name) for name in ("add", "sub", "mul", "div")}
     cases = [*((op, (x, y), function(x, y)) for op, function in two.items())]
-    cases += [("aten.add.Tensor", (x, 0.1), x + 0.1)]
+    cases += [
+        ("aten.add.Tensor", (x, 0.1), x + 0.1),
+        ("aten.sqrt.default", (x.abs(),), x.abs().double().sqrt().float()),
+    ]
+    cases += [("aten.maximum.default", (x, y), x.maximum(y)), ("aten.minimum.default", (x, 0.1), x.clamp(max=0.1))]
     cases += [("aten.cat.default", ((x, y), -2), torch.cat([x, y], -2)), (floats.COPY, (x,), x)]
     for op, args, wanted in cases:
         out = np.empty(wanted.shape, np.float32)

@@ -153,6 +153,17 @@ def normalised():
     return Toy(normalised_heads, **parts), torch.randn(6, 7, 24)
 
 
+def of_length_one():
+    """Vectors, with a zero one among them, divided by their length; also by the larger of it and a number."""
+
+    def run(m, x):
+        return m.one(F.normalize(x, dim=-1)) + m.other(F.normalize(x, dim=-1, eps=1e-3))
+
+    x = torch.randn(6, 7, 24)
+    x[:, 2] = 0
+    return Toy(run, one=nn.Linear(24, 24), other=nn.Linear(24, 24)), x
+
+
 class Masked(nn.Module):
     """Scores that a stored mask hides, or none of them."""
 
@@ -247,7 +258,13 @@ def convolutions():
 MODELS = {
     # norm, q, k, v, attention, projection with scale and addition, codes, up with its activation, down with addition
     "block": (block, [], 9, 1e-5),
-    "heads": (normalised, ["clamp_min.default", "div.Tensor", "linalg_vector_norm.default"], 14, 1e-5),
+    "heads": (normalised, [], 12, 1e-5),
+    "vectors of length one": (
+        of_length_one,
+        ["clamp_min.default", "div.Tensor", "linalg_vector_norm.default"],
+        10,
+        1e-5,
+    ),
     "rows read in parts": (merging, ["flip.default", "roll.default"], 7, 1e-5),  # and codes, up, two norms, down
     "norms about zero": (about_zero, [], 4, 1e-5),  # two norms and two linears
     "rows after padding": (rows_after_padding, [], 3, 1e-5),  # two norms and a linear

@@ -127,8 +127,11 @@ def viewed(shape, order=None, at=0, region="constants"):
 
 
 MEAN, POOL = "aten.mean.dim", "aten.adaptive_avg_pool2d.default"
+POINTWISE = ("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "maximum.default", "minimum.default")
 OPERATIONS = [
-    *((f"aten.{name}.Tensor", (3, 4, 5), [(3, 4, 5), (4, 1)], []) for name in ("add", "sub", "mul", "div")),
+    *((f"aten.{name}", (3, 4, 5), [(3, 4, 5), (4, 1)], []) for name in POINTWISE),
+    ("aten.sqrt.default", (3, 4, 5), [((3, 4, 5), (2, 0, 1))], []),
+    ("aten.maximum.default", (3, 4), [(3, 4)], [7e4]),
     ("aten.add.Tensor", (3, 4), [(3, 4)], [0.1]),
     ("aten.cat.default", (3, 7, 5), [(3, 4, 5), (3, 3, 5)], [-2]),
     ("copy", (3, 4, 5), [(3, 4, 5)], []),
@@ -227,6 +230,16 @@ def tape(header):
     return header["tapes"][0]
 
 
+def renamed(operation, other, count, *arguments):
+    """A change of the first call of an operation to another operation, with `count` of its arguments and more."""
+
+    def change(header):
+        call = next(call for call in tape(header)["calls"] if call[1] == operation)
+        call[1:] = other, [*call[2][:count], *arguments]
+
+    return change
+
+
 HOSTILE = [
     (setting("format", 2), "another format"),
     (setting("digest", "0"), "belong to another artifact"),
@@ -274,6 +287,11 @@ HOSTILE = [
     (setting(tape, first("aten.mean.dim"), 1, "shape", [1, 10**9, 10**9]), "a view"),
     (setting(tape, first("aten.mean.dim"), 1, "type", "object"), "not valid"),
     (setting(tape, first("aten.mean.dim"), 2, [7]), "out of range"),
+    (renamed("aten.add.Tensor", "aten.sqrt.default", 3), "too many arguments"),
+    (renamed("aten.mean.dim", "aten.sqrt.default", 2), "more dimensions than its result"),
+    (renamed("aten.add.Tensor", "aten.sqrt.default", 1, 4.0), "a view"),
+    (renamed("aten.add.Tensor", "aten.maximum.default", 2, 1e39), "float32 cannot hold"),
+    (renamed("aten.add.Tensor", "aten.minimum.default", 2), "too few arguments"),
 ]
 
 

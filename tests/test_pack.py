@@ -6,16 +6,20 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import load as parse
 from safetensors.torch import save as to_bytes
+from torch import nn
+from torch.nn import functional as F
 
 import adalog.run
-from adalog import ArtifactError, library
+from adalog import ArtifactError, Calibration, library
 from adalog.export import to_pack
 from adalog.inputs.zoo import DEMO_PREPROCESSING
 from commands import call, refusal, say
 from stored import header_of, rebuilt, refused
+from toys import Toy
 
 pytestmark = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
 
@@ -75,6 +79,49 @@ def test_names_that_do_not_fit(artifact):
     told = r"there are 9 names of classes, but the model outputs \(10,\) per image: give one name for each number"
     with pytest.raises(ValueError, match=told):
         to_pack(artifact, (1,), None, NAMES[:9])
+
+
+def embed(m, x):
+    """An image as tokens, by a pooling, a norm of the batch, gates and a window of each pixel."""
+    x = F.max_pool2d(m.stem(x), 3, 2, 1)
+    x = m.norm(x * x.mean((2, 3), keepdim=True).sigmoid()) + F.pad(F.relu(x[..., 1:, :]) ** 2, (0, 0, 1, 0))
+    return F.unfold(x, 2).transpose(1, 2)
+
+
+def attend(m, x):
+    """Attention between normalised vectors with rotary positions, and the largest value of each column."""
+    q, k, v = m.qkv(embed(m, x).roll(1, 1)).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+    rotated = torch.stack([-q[..., 1::2], q[..., ::2]], -1).flatten(-2)
+    scores = F.normalize(q + rotated, dim=-1) @ F.normalize(k, dim=-1, eps=1e-3).transpose(-1, -2)
+    return m.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)).amax(1)
+
+
+def attending():
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(8)
+    norm.running_mean, norm.running_var = torch.randn(8), torch.rand(8) + 0.5
+    parts = {"stem": nn.Conv2d(3, 8, 3), "norm": norm, "qkv": nn.Linear(32, 48), "out": nn.Linear(16, 5)}
+    return Toy(attend, **parts).eval(), torch.randn(4, 3, 12, 10)
+
+
+def test_composed_operations(fast, tmp_path):
+    net, x = attending()
+    model = Calibration(net, x).quantize(fast)
+    model.save(tmp_path / "model.safetensors")
+    (tmp_path / "model.adalog").write_bytes(to_pack(tmp_path / "model.safetensors", (1, 3)))
+    wanted = model.compile("native")(x)
+    assert np.array_equal(adalog.run.load(tmp_path / "model.adalog")(x.numpy()), wanted.numpy())
+    assert float((wanted - model(x)).norm() / wanted.norm()) < 0.02  # where float noise moves values over thresholds
+
+
+def test_operations_that_only_torch_runs(fast, tmp_path):
+    net = Toy(lambda m, x: m.fc(x.cumsum(1).exp().cumsum(1)), fc=nn.Linear(8, 3))
+    Calibration(net, torch.randn(4, 6, 8)).quantize(fast).save(tmp_path / "model.safetensors")
+    told = (
+        r"only PyTorch runs these operations \(number of steps\): aten.cumsum.default \(2\), aten.exp.default \(1\). "
+    )
+    with pytest.raises(ArtifactError, match=told + "Run the model with PyTorch"):
+        to_pack(tmp_path / "model.safetensors", (1,))
 
 
 def test_the_command(artifact, monkeypatch, capsys, tmp_path):

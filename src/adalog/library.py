@@ -10,7 +10,7 @@ from typing import Any
 
 from adalog.errors import AdalogError
 
-ABI = 15  # version of the library's interface
+ABI = 16  # version of the library's interface
 LAYOUT = "bb200219"  # digest of the layout of the library's structures, which `runtime.native.abi` mirrors
 Offsets = dict[str, tuple[int, int]]  # (offset, size) in bytes by "Structure" and "Structure.field"
 # In the order of the bits in `adalog_features`.

@@ -46,7 +46,7 @@ ACTIVATIONS = {
         Activation("mish", "mish", 1, power_law=True),
         Activation("relu", "ReLU", kernels={(): "relu"}),
         Activation("relu6", "ReLU6"),
-        Activation("sigmoid", "sigmoid"),
+        Activation("sigmoid", "sigmoid", kernels={(): "sigmoid"}),
         Activation("tanh", "tanh"),
         Activation("elu", "ELU", 1),
         Activation("hardsigmoid", "hardsigmoid", 1),

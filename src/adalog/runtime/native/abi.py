@@ -17,7 +17,7 @@ import numpy.typing as npt
 from adalog import library
 
 SUMS, FLOATS, CODES, STEPS = range(4)  # what a kernel writes, as `Kind` in structures.h numbers it
-ACTIVATIONS = ("", "relu", "gelu", "gelu_tanh", "silu", "hardswish")  # as `Activation` numbers them
+ACTIVATIONS = ("", "relu", "gelu", "gelu_tanh", "silu", "hardswish", "sigmoid")  # as `Activation` numbers them
 
 # --- structures ------------------------------------------------------------------------------------------------------
 

@@ -150,14 +150,14 @@ class Layout:
         arguments = [argument for arg in args for argument in (arg if isinstance(arg, (tuple, list)) else [arg])]
         floats = {argument.dtype for argument in (out, *arguments) if isinstance(argument, Tensor)} == {torch.float32}
         if operation in _RESHAPES and out.is_contiguous():
-            self._floats(COPY, out.view(args[0].shape), args[0])
+            self.floats(COPY, out.view(args[0].shape), args[0])
         elif operation in FLOATS and floats and not kwargs:
-            self._floats(operation, out, *args)
+            self.floats(operation, out, *args)
         else:
             return False
         return True
 
-    def _floats(self, operation: str, out: Tensor, *args: Any) -> None:
+    def floats(self, operation: str, out: Tensor, *args: Any) -> None:
         """Add a call of an operation in `FLOATS`."""
         run = functools.partial(FLOATS[operation], *map_tensors(Tensor.numpy, (out, *args)))
         self.calls.append(PlanCall(self.step, operation, run, (out, args)))
@@ -184,7 +184,7 @@ class Layout:
         if value.is_contiguous():
             return value
         static = self.take_scratch(value.shape, value.dtype)
-        self._floats(COPY, static, value)
+        self.floats(COPY, static, value)
         return static
 
     def make_dense(self, plane: Tensor, lead: Sequence[int]) -> Tensor:

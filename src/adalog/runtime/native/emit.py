@@ -18,6 +18,7 @@ from adalog.graph.program import Program, evaluate, refs_of
 from adalog.quantizers import UniformQuantizer
 from adalog.runtime.native import abi, products, steps
 from adalog.runtime.native.arena import Bytes, Layout, addresses, copy, in_memory, map_tensors
+from adalog.runtime.native.compose import compose
 from adalog.runtime.native.recognise import failing, recognise
 from adalog.runtime.native.tables import Codes, Finish
 from adalog.runtime.reference import ENCODE, IntegerSite
@@ -319,7 +320,9 @@ class _Emitter:
         static = self.layout.like(result)
         self.fallbacks[name] = op
         known = isinstance(static, Tensor) and name not in self._functions
-        if known and self.layout.call_numpy(op, static, args, kwargs):
+        if known and (
+            self.layout.call_numpy(op, static, args, kwargs) or compose(self.layout, op, static, args, kwargs)
+        ):
             return static
         into = _writer(op, args, kwargs, static, result) if known else None
 

@@ -33,6 +33,15 @@ def _pool(out: Array, x: Array, size: Sequence[int]) -> None:
         _mean(out[..., i, j], x[..., rows, columns], (-2, -1))
 
 
+def _extremum(function: Callable[..., Any]) -> Callable[..., None]:
+    """Return a function for the larger or smaller values, which adds 0 because NumPy may return either of two zeros."""
+
+    def run(out: Array, *args: Any) -> None:
+        np.add(function(*args, out=out), 0.0, out=out)
+
+    return run
+
+
 def _pointwise(function: Callable[..., Any]) -> Callable[..., None]:
     def run(out: Array, *args: Any) -> None:
         function(*args, out=out)
@@ -47,6 +56,9 @@ FLOATS: dict[str, Callable[..., None]] = {
     "aten.sub.Tensor": _pointwise(np.subtract),
     "aten.mul.Tensor": _pointwise(np.multiply),
     "aten.div.Tensor": _pointwise(np.divide),
+    "aten.maximum.default": _extremum(np.maximum),
+    "aten.minimum.default": _extremum(np.minimum),
+    "aten.sqrt.default": _pointwise(np.sqrt),
     "aten.cat.default": _cat,
     "aten.mean.dim": _mean,
     "aten.adaptive_avg_pool2d.default": _pool,

@@ -269,11 +269,13 @@ void mean(const View& out, const View& x, const bool (&reduced)[8]) {
 }
 
 // A float operation. `run` computes `out` from the operands, whose shapes were checked.
-enum class Operation { COPY, ADD, SUB, MUL, DIV, CAT, MEAN, POOL };
+enum class Operation { COPY, ADD, SUB, MUL, DIV, MAX, MIN, SQRT, CAT, MEAN, POOL };
 const std::pair<const char*, Operation> OPERATIONS[] = {
     {"copy", Operation::COPY},         {"aten.add.Tensor", Operation::ADD},
     {"aten.sub.Tensor", Operation::SUB}, {"aten.mul.Tensor", Operation::MUL},
-    {"aten.div.Tensor", Operation::DIV}, {"aten.cat.default", Operation::CAT},
+    {"aten.div.Tensor", Operation::DIV}, {"aten.maximum.default", Operation::MAX},
+    {"aten.minimum.default", Operation::MIN}, {"aten.sqrt.default", Operation::SQRT},
+    {"aten.cat.default", Operation::CAT},
     {"aten.mean.dim", Operation::MEAN},  {"aten.adaptive_avg_pool2d.default", Operation::POOL},
 };
 
@@ -292,6 +294,15 @@ struct Floats {
             case Operation::SUB: return pointwise(out, operands[0], operands[1], std::minus<float>());
             case Operation::MUL: return pointwise(out, operands[0], operands[1], std::multiplies<float>());
             case Operation::DIV: return pointwise(out, operands[0], operands[1], std::divides<float>());
+            // NaN stays NaN, and both zeros become positive.
+            case Operation::MAX:
+                return pointwise(out, operands[0], operands[1],
+                    [](float x, float y) { return (x > y || x != x ? x : y) + 0.0f; });
+            case Operation::MIN:
+                return pointwise(out, operands[0], operands[1],
+                    [](float x, float y) { return (x < y || x != x ? x : y) + 0.0f; });
+            case Operation::SQRT:
+                return pointwise(out, operands[0], operands[0], [](float x, float) { return std::sqrt(x); });
             case Operation::MEAN: return mean(out, operands[0], reduced);
             case Operation::CAT: {
                 View part = out;
@@ -772,7 +783,7 @@ private:
         to.out = view(given[0], true);
         const bool copies = to.operation == Operation::COPY, joins = to.operation == Operation::CAT;
         const bool averages = to.operation == Operation::MEAN || to.operation == Operation::POOL;
-        const size_t operands = joins ? 0 : copies || averages ? 1 : 2;
+        const size_t operands = joins ? 0 : copies || averages || to.operation == Operation::SQRT ? 1 : 2;
         check(copies || joins || to.out.type == TYPES, "a float operation has a result that is not float32");
         check(given.size() > operands, "a float operation has too few arguments");
         to.numbers.reset(new float[operands + 1]());

@@ -360,7 +360,7 @@ bool good(const Output& out, int64_t parameters) {
     if (!out.data || out.kind < SUMS || out.kind > STEPS) return false;
     if (out.kind != SUMS && (!out.scale || !out.bias || out.parameters < parameters)) return false;
     if (out.kind == CODES && (!out.high || !out.top)) return false;
-    if (out.activation < NONE || out.activation > HARDSWISH) return false;
+    if (out.activation < NONE || out.activation > SIGMOID) return false;
     if (out.activation && out.kind != FLOATS && (out.kind != CODES || !out.code_scale || !out.code_zero)) return false;
     if (out.kind == STEPS && (!good(out.steps) || (out.steps.planes > 1 && !out.more))) return false;
     return !out.residual || out.kind == FLOATS || (out.kind == CODES && out.activation);
@@ -686,7 +686,7 @@ API unsigned adalog_features(void) {
 }
 
 // Returns the version of this interface. library.py refuses a library of another version.
-API int adalog_abi(void) { return 15; }
+API int adalog_abi(void) { return 16; }
 
 // Returns the name of a row of `FIELDS`, and writes its offset and size in bytes. Null after the last. library.py refuses a
 // library whose structures differ.
@@ -1430,7 +1430,7 @@ struct Search {
 // be subnormal and slow.
 INLINE F decay(F x) { return power_of_two(most(mul(x, set(-1.44269504f)), set(-100.0f))); }
 
-// Every activation except hardswish is max(x, 0) - |x| tail(|x|). The tail is the part of a sigmoid, or of the normal
+// Every activation except hardswish and sigmoid is max(x, 0) - |x| tail(|x|). The tail is the part of a sigmoid, or of the normal
 // distribution, beyond |x|. NaN stays NaN, and a tail beyond 60 is zero.
 template <class Function>
 INLINE void with_tail(float* values, int64_t count, Function tail) {
@@ -1461,6 +1461,12 @@ NOT_INLINE void activate(float* values, int64_t count, int32_t activation) {
             y = fma(y, t, set(-0.142248368f));
             y = fma(y, t, set(0.127414796f));
             return mul(mul(y, t), decay(mul(z, z)));
+        });
+    case SIGMOID:  // 1 / (1 + e^-x), where the order of the operands keeps NaN
+        return over(count, [&](int64_t i, auto which) INLINE_LAMBDA {
+            const F x = mul(load(values + i, which), set(-1.44269504f));
+            const F power = power_of_two(most(set(-100.0f), least(set(100.0f), x)));
+            store(values + i, div(set(1.0f), add(set(1.0f), power)), which);
         });
     default:
         over(count, [&](int64_t i, auto which) INLINE_LAMBDA {

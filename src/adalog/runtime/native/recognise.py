@@ -112,6 +112,8 @@ class _Recogniser:
                     self._linear(node, site)
                 elif node.op in NORMS and self._is_row_norm(node):
                     self._norm(node)
+                elif node.op == "aten.div.Tensor" and self.pending.get(node.name) is node:
+                    self._normalise(node)
 
     def default(self, node: Node) -> Step:
         """Return the step of a node that does not belong to another step."""
@@ -155,19 +157,52 @@ class _Recogniser:
         )
 
     def _norm(self, node: Node) -> None:
-        columns = self._flow.shapes[node.name].shape[-1]
-        rows, constant = with_constant(self._flow, rows_behind(self._flow, node.name, columns), columns)
-        finish = self._finish_of(rows.last, self._flow.columns(node.name, rows.last))
-        if finish is None and constant is None:
-            rows = with_addition(self._flow, rows, columns, self.pending)
         arguments, about_zero = dict(enumerate(node.args)), NORMS[node.op] == "rms_norm"
-        source, (weight, bias) = node.args[0], read_parameters(node)
+        weight, bias = map(self._tensor, read_parameters(node))
         epsilon = arguments.get(3) if about_zero else arguments.get(4, 1e-5)
         epsilon = torch.finfo(torch.float32).eps if epsilon is None else epsilon
-        shape, shift = self._flow.shapes[rows.last].shape, self._tensor(bias)
+        self._norm_rows(node.name, node.args[0].name, weight, bias, epsilon, about_zero)
+
+    def _normalise(self, node: Node) -> None:
+        """Create the step of x / max(|x|, epsilon), which is an RMSNorm times 1 / sqrt(columns) for a small epsilon."""
+        x, divisor = node.args
+        expanded = self._before(divisor, "aten.expand_as.default")
+        clamp = self._before(expanded.args[0] if expanded else divisor, "aten.clamp_min.default")
+        length = self._before(clamp.args[0], "aten.linalg_vector_norm.default") if clamp else None
+        if clamp is None or length is None or length.args[0] != x or self._flow.is_constant(node.name):
+            return
+        source, result, epsilon = self._flow.shapes[x.name], self._flow.shapes[node.name], clamp.args[1]
+        by_row = source.numel() and length.args[1:] in ((2, (dim,), True) for dim in (-1, source.ndim - 1))
+        alike = source.shape == result.shape and source.dtype == torch.float32
+        if by_row and alike and 0 < epsilon <= 1e-8:
+            columns = source.shape[-1]
+            weight = torch.full((columns,), columns**-0.5, dtype=torch.float64)
+            self._norm_rows(node.name, x.name, weight, None, epsilon**2 / columns, True)
+
+    def _before(self, arg: Any, op: str) -> Node | None:
+        """Return the node that computes an argument if it is this operation, without keyword arguments, or None."""
+        node = self._flow.nodes.get(arg.name) if isinstance(arg, Ref) else None
+        return node if node is not None and node.op == op and not node.kwargs else None
+
+    def _norm_rows(
+        self,
+        name: str,
+        source: str,
+        weight: Tensor | None,
+        shift: Tensor | None,
+        epsilon: float,
+        about_zero: bool,
+    ) -> None:
+        """Create the step of a norm over the last dimension, and of the moves and the addition after it."""
+        columns = self._flow.shapes[name].shape[-1]
+        rows, constant = with_constant(self._flow, rows_behind(self._flow, name, columns), columns)
+        finish = self._finish_of(rows.last, self._flow.columns(name, rows.last))
+        if finish is None and constant is None:
+            rows = with_addition(self._flow, rows, columns, self.pending)
+        shape = self._flow.shapes[rows.last].shape
         if constant is not None:
             shift = constant if shift is None else shift + constant
-        step = NormStep(rows.last, source.name, self._tensor(weight), shift, epsilon, about_zero, shape, rows, finish)
+        step = NormStep(rows.last, source, weight, shift, epsilon, about_zero, shape, rows, finish)
         self._replace(rows.gone, step)
 
     def _linear(self, node: Node, site: IntegerSite) -> None:

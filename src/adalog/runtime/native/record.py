@@ -2,6 +2,7 @@
 
 import ctypes
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,10 +28,13 @@ def record(plan: Plan, artifact: str, batch: int) -> tuple[dict[str, Any], Tenso
     artifact: the SHA-256 of the artifact.
     Raises ArtifactError if only torch can run a step, or if an output does not have one row per image.
     """
-    torch_only = [call for call in plan.calls if call.arguments is None]
+    torch_only = Counter(call.operation for call in plan.calls if call.arguments is None)
     if torch_only:
-        operations = ", ".join(f"{call.step} ({call.operation})" for call in torch_only[:3])
-        raise ArtifactError(f"only PyTorch runs these steps, so the model cannot run without it: {operations}")
+        operations = ", ".join(f"{operation} ({count})" for operation, count in torch_only.items())
+        raise ArtifactError(
+            f"only PyTorch runs these operations (number of steps): {operations}. "
+            'Run the model with PyTorch, by compile("native"), or export it to ONNX'
+        )
     program = plan.program
     fixed_leaves = [leaf for leaf in leaves_of(program.output) if not _is_batched(plan, leaf, batch)]
     if fixed_leaves:

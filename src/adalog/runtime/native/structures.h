@@ -53,7 +53,7 @@ enum Kind {
     ACTIVE   // within the kernels only: FLOATS or CODES with an activation
 };
 // A function f of y, or of y plus `residual`. It is stored as FLOATS, or as the CODES of f code_scale + code_zero.
-enum Activation { NONE, RELU, GELU, GELU_TANH, SILU, HARDSWISH };
+enum Activation { NONE, RELU, GELU, GELU_TANH, SILU, HARDSWISH, SIGMOID };
 struct Output {
     int32_t kind;
     const float *scale, *bias, *high;

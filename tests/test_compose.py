@@ -1,0 +1,110 @@
+"""Operations composed of float operations: what PyTorch computes."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from adalog import library
+from adalog.graph.operations import resolve
+from adalog.runtime.native import abi
+from adalog.runtime.native.arena import Layout
+from adalog.runtime.native.compose import COMPOSED, compose
+
+pytestmark = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
+
+X = torch.randn(2, 6, 9, 10, generator=torch.Generator().manual_seed(0))
+LAST = X.contiguous(memory_format=torch.channels_last)  # images as products write them
+VECTORS = (*X[0, :4, 0, :6].square().add(0.1),)
+CASES = [
+    ("neg.default", (X,)),
+    ("square.default", (X,)),
+    ("pow.Tensor_Scalar", (X, 2)),
+    ("rsqrt.default", (X.abs(),)),
+    ("clamp.default", (X, -0.5)),
+    ("clamp.default", (X, -0.5, 0.25)),
+    ("clamp_min.default", (X, 1e-12)),
+    ("clamp_max.default", (X, 0.5)),
+    ("batch_norm.default", (X, *VECTORS, False, 0.1, 1e-5, True)),
+    ("batch_norm.default", (LAST, None, None, *VECTORS[:2], False, 0.1, 1e-3, True)),
+    ("stack.default", ((X, -X),)),
+    ("stack.default", ((X, LAST, X), -1)),
+    ("roll.default", (X, (-4, 13), (1, -1))),
+    ("roll.default", (X, (20,), (3,))),
+    ("pad.default", (X, (1, 0, -2, 3))),
+    ("pad.default", (LAST, (1, 2), "constant", -math.inf)),
+    ("constant_pad_nd.default", (X, (0, 2, 1, 1, -1, 0), 0.5)),
+    ("sum.dim_IntList", (X, (1, 2))),
+    ("sum.dim_IntList", (X, None, True)),
+    ("linalg_vector_norm.default", (X, 2.0, (-1,), True)),
+    ("linalg_vector_norm.default", (LAST,)),
+    ("amax.default", (X, (2,))),
+    ("amax.default", (LAST, (-1, 0), True)),
+    ("amax.default", (X[:, :, :1], ())),
+    ("amin.default", (X, (3, 1))),
+    ("max_pool2d.default", (X, (3, 3), (2, 2), (1, 1))),
+    ("max_pool2d.default", (LAST, (3, 3), (2, 2), (1, 1))),
+    ("max_pool2d.default", (X[0], (2, 3))),
+    ("max_pool2d.default", (X, (3,), (2,), (1,), (2,))),
+    ("max_pool2d.default", (LAST, (2, 2), (2, 2), (0, 0), (1, 1), True)),
+    ("max_pool2d.default", (X, (3, 3), (4, 4), (1, 1), (1, 1), True)),
+    ("im2col.default", (X, (3, 3), (1, 1), (1, 1), (2, 2))),
+    ("im2col.default", (LAST, (2, 3), (2, 1), (0, 2), (1, 3))),
+]
+
+
+def composed(op, args, kwargs=()):
+    """The result of an operation, or None if NumPy does not run it."""
+    wanted, layout = resolve(op)(*args, **dict(kwargs)), Layout(abi.Context(1, "scalar"))
+    out = layout.like(wanted)
+    out.fill_(math.nan)
+    if not compose(layout, op, out, args, dict(kwargs)):
+        assert not layout.calls
+        return None
+    for call in layout.calls:
+        call.run()
+    return out
+
+
+@pytest.mark.parametrize(("op", "args"), CASES)
+def test_composed_operations_are_what_torch_computes(op, args):
+    op = f"aten.{op}"
+    assert torch.allclose(composed(op, args), resolve(op)(*args), rtol=1e-6, atol=1e-6)
+
+
+def test_each_operation_has_a_case():
+    assert COMPOSED.keys() == {f"aten.{op}" for op, _ in CASES}
+
+
+def test_nan_spreads_and_zeros_are_positive():
+    values = torch.tensor([[-0.0, 0.0, -1.0], [0.0, -0.0, -1.0], [1.0, math.nan, 0.0]])
+    found = composed("aten.amax.default", (values, (1,)))
+    assert torch.equal(found[:2].signbit(), torch.zeros(2).bool())
+    assert found[2].isnan()
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs"),
+    [
+        ("exp.default", (X,), {}),
+        ("neg.default", (X.double(),), {}),
+        ("stack.default", ((X.double(), X.double()),), {}),
+        ("pow.Tensor_Scalar", (X.abs(), 1.5), {}),
+        ("clamp.default", (X, -0.5, math.inf), {}),
+        ("roll.default", (X, (1,)), {}),
+        ("pad.default", (X[0], (1, 1), "reflect"), {}),
+        ("sum.dim_IntList", (X, (1,)), {"dtype": torch.float64}),
+        ("linalg_vector_norm.default", (X, 1.0, (-1,)), {}),
+        ("batch_norm.default", (X, None, None, None, None, True, 0.1, 1e-5, True), {}),
+    ],
+)
+def test_what_torch_runs(op, args, kwargs):
+    assert composed(f"aten.{op}", args, kwargs) is None
+
+
+def test_pools_of_infinite_values_are_infinite():
+    image = torch.full((1, 1, 4, 4), -math.inf)
+    assert torch.equal(
+        composed("aten.max_pool2d.default", (image, (3, 3), (2, 2), (1, 1))), F.max_pool2d(image, 3, 2, 1)
+    )
