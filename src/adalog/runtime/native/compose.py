@@ -1,4 +1,4 @@
-"""Compose operations from the float operations in `FLOATS`, so that they run without PyTorch.
+"""Compose operations from the float operations in `FLOATS` and from kernels, so that they run without PyTorch.
 
 Each function adds the calls that write the result of an operation to the tensor `out`. It takes the arguments of the
 operation in PyTorch's order, and returns False if PyTorch must run the operation.
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from adalog.graph.operations import resolve
+from adalog.runtime.native import abi
 from adalog.runtime.native.arena import Layout, in_memory
 from adalog.runtime.native.floats import COPY
+from adalog.runtime.native.products import row_fields
 
 _ADD, _SUB, _MUL, _DIV = (f"aten.{name}.Tensor" for name in ("add", "sub", "mul", "div"))
 _MAXIMUM, _MINIMUM, _SQRT = (f"aten.{name}.default" for name in ("maximum", "minimum", "sqrt"))
@@ -21,7 +23,7 @@ _CAT, _MEAN = "aten.cat.default", "aten.mean.dim"
 
 
 def compose(layout: Layout, operation: str, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Add an operation that NumPy runs in several calls, with its result in `out`. Return False if PyTorch must run it.
+    """Add an operation that runs in several calls, with its result in `out`. Return False if PyTorch must run it.
 
     PyTorch runs operations on values of other types than float32.
     """
@@ -67,7 +69,7 @@ def _reciprocal_root(layout: Layout, out: Tensor, x: Tensor) -> bool:
 
 def _clamp(layout: Layout, out: Tensor, x: Tensor, low: float | None, high: float | None = None) -> bool:
     bounds = [(name, bound) for name, bound in ((_MAXIMUM, low), (_MINIMUM, high)) if bound is not None]
-    if not all(math.isfinite(bound) for _, bound in bounds):
+    if not all(abs(bound) <= torch.finfo(torch.float32).max for _, bound in bounds):
         return False
     for name, bound in bounds:
         layout.floats(name, out, x, bound)
@@ -104,6 +106,30 @@ def _batch_norm(
     by_channel = (-1, *[1] * (x.ndim - 2))
     layout.floats(_MUL, out, x, gain.view(by_channel))
     layout.floats(_ADD, out, out, shift.view(by_channel))
+    return True
+
+
+def _group_norm(
+    layout: Layout,
+    out: Tensor,
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    epsilon: float,
+    *_: Any,
+) -> bool:
+    """Let the kernel of norms read each group of channels as a row."""
+    if not x.numel():
+        return False
+    rows = layout.dense(x).view(len(x) * groups, -1)
+    result = layout.take_scratch(x.shape, torch.float32)
+    output = layout.output(None, [result.view(rows.shape)], torch.ones(rows.shape[1]).double(), None)
+    layout.call("norm", abi.Norm(**row_fields(rows), epsilon=epsilon, out=output))
+    by_channel = (-1, *[1] * (x.ndim - 2))
+    layout.floats(_MUL, out, result, 1.0 if weight is None else weight.view(by_channel))
+    if bias is not None:
+        layout.floats(_ADD, out, out, bias.view(by_channel))
     return True
 
 
@@ -285,6 +311,7 @@ COMPOSED: dict[str, Callable[..., bool]] = {
     "aten.clamp_min.default": _clamp,
     "aten.clamp_max.default": _clamp_max,
     "aten.batch_norm.default": _batch_norm,
+    "aten.group_norm.default": _group_norm,
     "aten.stack.default": _stack,
     "aten.roll.default": _roll,
     "aten.pad.default": _pad_by_mode,

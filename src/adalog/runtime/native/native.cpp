@@ -1430,8 +1430,8 @@ struct Search {
 // be subnormal and slow.
 INLINE F decay(F x) { return power_of_two(most(mul(x, set(-1.44269504f)), set(-100.0f))); }
 
-// Every activation except hardswish and sigmoid is max(x, 0) - |x| tail(|x|). The tail is the part of a sigmoid, or of the normal
-// distribution, beyond |x|. NaN stays NaN, and a tail beyond 60 is zero.
+// Every activation except hardswish and sigmoid is max(x, 0) - |x| tail(|x|). The tail is the part of a sigmoid, or of the
+// normal distribution, beyond |x|. NaN stays NaN, and a tail beyond 60 is zero.
 template <class Function>
 INLINE void with_tail(float* values, int64_t count, Function tail) {
     over(count, [&](int64_t i, auto which) INLINE_LAMBDA {
