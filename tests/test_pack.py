@@ -128,7 +128,9 @@ def test_the_command(artifact, monkeypatch, capsys, tmp_path):
     names, out = tmp_path / "names.txt", tmp_path / "model.adalog"
     names.write_text("\n".join(NAMES) + "\n")
     told = say(monkeypatch, capsys, "pack", artifact, "-o", out, "--batch", 2, "--classes", names, "--json", "-")
-    assert json.loads(told) == {"file": str(out), "bytes": out.stat().st_size, "batches": [1, 2], "classes": 10}
+    digest = hashlib.sha256(out.read_bytes()).hexdigest()
+    sizes = {"bytes": out.stat().st_size, "batches": [1, 2], "classes": 10}
+    assert json.loads(told) == {"file": str(out), "sha256": digest, **sizes}
     model = adalog.run.load(out)
     assert (model.batches, model.classes, model.preprocessing) == ((1, 2), tuple(NAMES), None)
     for text, why in (("a\n\nb\n", "line 2, is not the name of a class"), ("", "line 1, is not the name")):

@@ -1,6 +1,7 @@
 """`adalog pack`: write the file that runs an artifact without PyTorch."""
 
 import dataclasses
+import hashlib
 from pathlib import Path
 from typing import Annotated
 
@@ -38,7 +39,8 @@ def command(
         content = export.to_pack(file, batches, preprocessing, names)
     files.write_whole(out, content)
     sizes = " or ".join(map(str, batches)) + (" images" if batch > 1 else " image")
-    record = {"file": str(out), "bytes": len(content), "batches": batches, "classes": names and len(names)}
+    record = {"file": str(out), "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    record |= {"batches": batches, "classes": names and len(names)}
     show(record, json_out, f"{out}: {len(content):,} bytes, for {sizes} at once")
 
 
