@@ -200,7 +200,7 @@ def pairs(x):
 def rotated(model, x):
     """Turn pairs of channels by angles that depend on the position, as RoFormer does, and by those of another value."""
     turns = torch.polar(torch.ones(x.shape[1], 4), torch.outer(torch.arange(x.shape[1]), model.table[0, :4]))
-    once = torch.view_as_real(turns[None] * pairs(x)).flatten(-2)
+    once = torch.view_as_real(turns.conj()[None] * pairs(x)).flatten(-2)
     return torch.view_as_real(pairs(once) * pairs(x.flip(1))).flatten(-2)
 
 

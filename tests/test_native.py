@@ -157,11 +157,12 @@ def of_length_one():
     """Vectors, with a zero one among them, divided by their length; also by the larger of it and a number."""
 
     def run(m, x):
-        return m.one(F.normalize(x, dim=-1)) + m.other(F.normalize(x, dim=-1, eps=1e-3))
+        one, other, third = (F.normalize(x, dim=-1, eps=epsilon) for epsilon in (1e-12, 1e-3, 1e-24))
+        return m.one(one) + m.other(other) + m.third(third)
 
     x = torch.randn(6, 7, 24)
     x[:, 2] = 0
-    return Toy(run, one=nn.Linear(24, 24), other=nn.Linear(24, 24)), x
+    return Toy(run, **{name: nn.Linear(24, 24) for name in ("one", "other", "third")}), x
 
 
 class Masked(nn.Module):
@@ -262,7 +263,7 @@ MODELS = {
     "vectors of length one": (
         of_length_one,
         ["clamp_min.default", "div.Tensor", "linalg_vector_norm.default"],
-        10,
+        14,
         1e-5,
     ),
     "rows read in parts": (merging, ["flip.default", "roll.default"], 7, 1e-5),  # and codes, up, two norms, down

@@ -372,6 +372,12 @@ PICTURES = [
 ]
 
 
+def test_a_picture_that_would_be_too_long(program, quantized, tmp_path):
+    preparation = PREPARATION | {"resize": (2**31 - 1, 32), "fit": "cover"}
+    packed(quantized, tmp_path / "model.adalog", (1,), preparation)
+    run(program, tmp_path / "model.adalog", 64, 1, given=bytes(3 * 64), fails=True)
+
+
 @pytest.mark.parametrize(("size", "fields"), PICTURES)
 def test_pixels_are_those_of_pillow(program, quantized, tmp_path, size, fields):
     preprocessing = Preprocessing(**{"size": (32, 32), "resize": 36, **fields})

@@ -24,7 +24,7 @@ static int read_number(FILE* file) {
         if (letter == '#') /* a comment, to the end of the line */
             while ((letter = fgetc(file)) != '\n' && letter != EOF) continue;
     for (; letter >= '0' && letter <= '9' && number < 1 << 14; letter = fgetc(file)) number = 10 * number + letter - '0';
-    return number;
+    return letter >= '0' && letter <= '9' ? 0 : number; /* a longer number is refused */
 }
 
 /* Read a binary PPM file: height x width x 3 bytes, which the caller frees. Returns NULL for another file. */

@@ -36,7 +36,8 @@ static void find_resized(int width, int height, const adalog_preprocessing* want
     } else if (!is(wants->fit, "stretch")) {
         const double down = (double)height / wants->resize_height, across = (double)width / wants->resize_width;
         const double ratio = is(wants->fit, "cover") ? fmin(down, across) : fmax(down, across);
-        *wide = most((int)nearbyint(width / ratio), 1), *high = most((int)nearbyint(height / ratio), 1);
+        *wide = most((int)fmin(nearbyint(width / ratio), 1 << 30), 1);
+        *high = most((int)fmin(nearbyint(height / ratio), 1 << 30), 1);
     }
 }
 

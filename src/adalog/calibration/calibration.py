@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -561,9 +562,9 @@ class Calibration:
 
 def check_settings(seed: object, memory: object) -> None:
     """Raise ValueError unless the seed is valid for PyTorch and the memory, if it is not None, is in bytes."""
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= seed < 2**63:
         raise ValueError(f"seed = {seed!r} is not a whole number from 0 to 2**63 - 1")
-    if memory is not None and (not isinstance(memory, int) or isinstance(memory, bool) or memory < 1):
+    if memory is not None and (not isinstance(memory, Integral) or isinstance(memory, bool) or memory < 1):
         raise ValueError(f"memory = {memory!r} is not a number of bytes: give one such as 2 << 30")
 
 
@@ -627,7 +628,7 @@ def _warn_of_values(images: Sequence[Tensor], sites: Sequence[Site]) -> None:
     """Warn if all images are one value, or if a convolution reads pixel values that are not normalised."""
     floats = [value for value in images if value.is_floating_point() and value.numel()]
     reads = any(site.role == "conv" and site.left_source.kind == "input" for site in sites)
-    if floats and all(bool(value.min() == value.max()) for value in floats):
+    if floats and len(floats) == len(images) and all(bool(value.min() == value.max()) for value in floats):
         warnings.warn("all calibration images hold one and the same value: check how they are prepared", stacklevel=2)
     elif reads and any(value.ndim == 4 and _holds_pixels(value) for value in floats):
         warnings.warn(

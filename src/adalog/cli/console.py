@@ -166,7 +166,8 @@ def _explain(error: BaseException, debug: bool) -> int:
         _errors.print("interrupted")
         return FAILED
     if isinstance(error, _UsageError):
-        _complain("error", f"{error.format_message().rstrip('.')}; see `{error.ctx.command_path} --help`")
+        hint = f"; see `{error.ctx.command_path} --help`" if error.ctx else ""
+        _complain("error", error.format_message().rstrip(".") + hint)
         return BAD_INPUT
     if debug:
         traceback.print_exception(error)

@@ -675,7 +675,9 @@ def multiply_as_real(program: Program) -> Program:
         if not isinstance(value, Ref) or value.name not in constant:
             return None
         is_complex = _compute(program, constant, [value.name])[value.name].is_complex()
-        return emit(node, part, "view_as_real.default", value) if is_complex else None
+        if not is_complex:
+            return None
+        return emit(node, part, "view_as_real.default", emit(node, f"{part}.resolved", "resolve_conj.default", value))
 
     for node in program.nodes:
         is_real_view = node.op == "aten.view_as_real.default" and node.name not in constant

@@ -126,14 +126,14 @@ ADALOG_API adalog_status adalog_model_open_memory(const void* bytes, size_t coun
 /* Describe the inputs and outputs. Returns NULL for NULL. */
 ADALOG_API const adalog_description* adalog_model_describe(const adalog_model* model);
 
-/* Compute the outputs of `images` images, 0 or more. Each input and each output has one buffer, with exactly `images` times the
- * bytes of one image. The inputs stay as they are, and no output may share memory with an input. Inputs with NaN are
+/* Compute the outputs of `images` images, 0 or more. Each input and each output has one buffer, with exactly
+ * `images` times the bytes of one image. The inputs stay as they are, and no output may share memory with an input. Inputs with NaN are
  * refused. If the call fails, the outputs may be written in part. */
 ADALOG_API adalog_status adalog_model_run(adalog_model* model, int64_t images, const adalog_buffer* inputs,
                                           size_t input_count, const adalog_buffer* outputs, size_t output_count,
                                           adalog_error* error);
 
-/* Free the model. No call of it may be running. NULL is allowed. */
+/* Free the model. No other call with this model may be running. NULL is allowed. */
 ADALOG_API void adalog_model_close(adalog_model* model);
 
 #ifdef __cplusplus

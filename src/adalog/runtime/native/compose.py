@@ -61,6 +61,18 @@ def _square(layout: Layout, out: Tensor, x: Tensor, exponent: float = 2) -> bool
     return True
 
 
+def _reciprocal(layout: Layout, out: Tensor, x: Tensor) -> bool:
+    layout.floats(_DIV, out, 1.0, x)
+    return True
+
+
+def _subtract_from(layout: Layout, out: Tensor, x: Tensor, number: float, alpha: float = 1) -> bool:
+    if alpha != 1:
+        return False
+    layout.floats(_SUB, out, float(number), x)
+    return True
+
+
 def _reciprocal_root(layout: Layout, out: Tensor, x: Tensor) -> bool:
     layout.floats(_SQRT, out, x)
     layout.floats(_DIV, out, 1.0, out)
@@ -142,7 +154,7 @@ def _stack(layout: Layout, out: Tensor, values: Sequence[Tensor], dim: int) -> b
 
 
 def _roll(layout: Layout, out: Tensor, x: Tensor, shifts: Sequence[int], dims: Sequence[int]) -> bool:
-    if not dims:
+    if not dims or len(set(dims)) < len(dims):
         return False
     parts = [(out, x)]
     for shift, dim in zip(shifts, dims, strict=True):
@@ -219,9 +231,9 @@ def _reduce(layout: Layout, operation: str, out: Tensor, x: Tensor, dim: int) ->
 
 def _extremum(operation: str) -> Callable[..., bool]:
     def run(layout: Layout, out: Tensor, x: Tensor, dims: Sequence[int], keep: bool) -> bool:
-        order = sorted((dim % x.ndim for dim in dims or range(x.ndim)), reverse=True)
-        if not order:
+        if not x.ndim:
             return False
+        order = sorted((dim % x.ndim for dim in dims or range(x.ndim)), reverse=True)
         for dim in order if keep else ():
             out = out.select(dim, 0)
         for dim in order[:-1]:
@@ -306,6 +318,8 @@ COMPOSED: dict[str, Callable[..., bool]] = {
     "aten.neg.default": _negate,
     "aten.square.default": _square,
     "aten.pow.Tensor_Scalar": _square,
+    "aten.reciprocal.default": _reciprocal,
+    "aten.rsub.Scalar": _subtract_from,
     "aten.rsqrt.default": _reciprocal_root,
     "aten.clamp.default": _clamp,
     "aten.clamp_min.default": _clamp,

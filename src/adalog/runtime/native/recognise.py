@@ -174,7 +174,7 @@ class _Recogniser:
         source, result, epsilon = self._flow.shapes[x.name], self._flow.shapes[node.name], clamp.args[1]
         by_row = source.numel() and length.args[1:] in ((2, (dim,), True) for dim in (-1, source.ndim - 1))
         alike = source.shape == result.shape and source.dtype == torch.float32
-        if by_row and alike and 0 < epsilon <= 1e-8:
+        if by_row and alike and 1e-16 <= epsilon <= 1e-8:  # its square is a float32
             columns = source.shape[-1]
             weight = torch.full((columns,), columns**-0.5, dtype=torch.float64)
             self._norm_rows(node.name, x.name, weight, None, epsilon**2 / columns, True)
