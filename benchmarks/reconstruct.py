@@ -2,7 +2,7 @@
 
     python benchmarks/reconstruct.py --model demo|realbench|deit_tiny:FOLDER [--realbench DIR] --bits w2a2 w3a3 w4a4
         [--stages search correction end-to-end-alone reconstruction end-to-end] [--images 32 128 1024] [--seeds 3]
-        [--first 0] [--training mixed=0.5 rate=0.006] [--work DIR] [--json FILE]
+        [--first 0] [--training drop=0.5 rate=0.006] [--work DIR] [--json FILE]
 
 The search is the search of `adalog` on 32 images. The further stages are those of `adalog++`, and trainings of blocks:
 
@@ -295,7 +295,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
     training = choose(ALONE, counts[-1])
     assert isinstance(training, Reconstruction)
     steps = {"blocks": Reconstruction().iterations, "model": training.iterations}
-    result = {"fp32": fp32, "judged": len(reference), "iterations": steps, "rows": rows}
+    result = {"fp32": fp32, "judged": len(predicted), "iterations": steps, "rows": rows}
     result["training"] = kind_to_json(training)
     result["machine"] = machine()
     publish(result, given.json or RESULTS / f"reconstruct-{model}.json")

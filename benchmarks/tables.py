@@ -33,6 +33,7 @@ TABLES = (
     ("docs/benchmarks/released-code.md", "released table", accuracy_tables.released_table),
     ("docs/benchmarks/stages.md", "stages table", stage_tables.stages_table),
     ("docs/benchmarks/stages.md", "steps table", stage_tables.steps_table),
+    ("docs/benchmarks/stages.md", "mixed table", stage_tables.mixed_table),
     ("docs/benchmarks/stages.md", "blocks table", stage_tables.blocks_table),
     ("docs/benchmarks/stages.md", "earlier stages table", stage_tables.earlier_stages_table),
     ("docs/benchmarks/stages.md", "reconstruct table", stage_tables.reconstruct_table),

@@ -526,11 +526,11 @@ def test_reconstruct(tiny_demo, result_of, monkeypatch):
         "end-to-end": Reconstruction(**few, scope="model"),
     }
     monkeypatch.setattr(reconstruct, "choices_of", lambda stage, images: stages[stage])
-    words = ("--bits", "w3a3", "--images", 8, "--training", "mixed=0.5", "rate=0.006", "--stages", *stages)
+    words = ("--bits", "w3a3", "--images", 8, "--training", "drop=0.5", "rate=0.006", "--stages", *stages)
     result = result_of(reconstruct, *words)
     assert [row["stage"] for row in result["rows"]] == list(stages)
     assert all(row["error"] > 0 for row in result["rows"])
-    assert (result["training"]["mixed"], result["training"]["rate"]) == (0.5, 0.006)
+    assert (result["training"]["drop"], result["training"]["rate"]) == (0.5, 0.006)
 
 
 def test_reconstruct_cost(tiny_timm, quick_presets, result_of):

@@ -280,7 +280,7 @@ RECONSTRUCTION = Reconstruction(images=24, iterations=4, batch=8)
         pytest.param((Correction(images=4),), marks=pytest.mark.slow),
         pytest.param((Correction(images=24), RECONSTRUCTION), marks=pytest.mark.slow),
         pytest.param((replace(RECONSTRUCTION, loss="low-rank"),), marks=pytest.mark.slow),
-        pytest.param((replace(RECONSTRUCTION, scope="model", loss="output", mixed=0.5),), marks=pytest.mark.slow),
+        pytest.param((replace(RECONSTRUCTION, scope="model", loss="output"),), marks=pytest.mark.slow),
     ],
 )
 def test_quantize_gives_the_same_bytes(tmp_path, tiniest, images, stages):

@@ -17,7 +17,7 @@ from adalog import METHODS, Calibration, Config, Correction, QuantizedModel, Rec
 from adalog.calibration.block_errors import pick
 from adalog.calibration.gradients import mean_distance
 from adalog.calibration.partial import Partial
-from adalog.calibration.reconstruct import BlockInTraining, mix, reconstruct
+from adalog.calibration.reconstruct import BlockInTraining, reconstruct
 from adalog.calibration.replay import random_mask
 from adalog.calibration.training import GroupInTraining, Rounding, _Levels, confine, rectified_sigmoid
 from adalog.calibration.training import rounding_regulariser as regulariser
@@ -420,13 +420,9 @@ def test_choices_that_cannot_be_are_refused():
         assert Config.from_json(text).stages == (stage,)
         assert json.loads(text)["stages"][0].items() >= {"kind": "reconstruction", "scope": scope}.items()
     wrong = {"images": 0, "weights": "nearest", "loss": "cross-entropy", "drop": 1.0, "rate": 0, "scope": "site"}
-    wrong |= {"mixed": 1.5}
     for field, value in wrong.items():
         with pytest.raises(ValueError, match=f"^{field} = {value!r} is not "):
             Config(stages=(replace(STAGE, **{field: value}),))
-    for changes in ({}, {"scope": "model", "loss": "fisher"}):
-        with pytest.raises(ValueError, match=r"^mixed images need scope"):
-            replace(STAGE, mixed=0.5, **changes)
 
 
 @pytest.mark.slow
@@ -476,7 +472,6 @@ ON_ACCELERATOR = [
     {"drop": 0.0, "loss": "output"},
     {"batch": 21},
     {"loss": "low-rank", "biases": False},
-    {"number": 0, "scope": "model", "drop": 0.0, "loss": "output", "mixed": 0.5},
 ]
 
 
@@ -677,55 +672,6 @@ def test_training_lowers_the_error_of_the_models_output_on_images_held_out(tinie
         if isinstance(other.right, QuantizedTensor):
             assert other.right.codes.dtype == torch.uint8
             assert int(other.right.codes.max()) < 4
-
-
-def test_images_are_mixed_with_the_image_before():
-    """Some of them; by the second number, with a box whose area is what does not stay, or all over."""
-    draw = torch.Generator().manual_seed(0)
-    images = torch.randn(6, 2, 8, 12, generator=draw)
-    draws = torch.rand(6, 5, generator=draw)
-    draws[:, 0], draws[:, 1] = torch.tensor([1, 1, 1, 0, 1, 1]), torch.tensor([0.1, 0.9, 0.1, 0.1, 0.9, 0.1])
-    result = mix(images, draws)
-    for number, (mixed, cuts, stays, *centre) in enumerate(draws.tolist()):
-        weight = torch.full((8, 12), 1 - stays)
-        for row in range(8) if cuts < 0.5 else ():
-            for column in range(12):
-                places = ((row + 0.5) / 8, (column + 0.5) / 12)
-                far = max(abs(place - at) for place, at in zip(places, centre, strict=True))
-                weight[row, column] = far < (1 - stays) ** 0.5 / 2
-        weight *= mixed
-        wanted = images[number] * (1 - weight) + images[number - 1] * weight
-        torch.testing.assert_close(result[number], wanted, rtol=0, atol=1e-6)
-    assert not torch.equal(result[0], images[0])
-    assert torch.equal(result[3], images[3])
-
-
-@pytest.mark.parametrize("loss", ["squared", "output"])
-def test_the_float_network_says_what_mixed_images_should_give(pool, searched, loss):
-    block = block_of(*searched, pool[:24], number=0, scope="model", loss=loss, mixed=1.0)
-    numbers, mixing = torch.tensor([3, 9, 4, 0]), torch.rand(4, 5, generator=torch.Generator().manual_seed(1))
-    program, name, last = block._rewrite(block._assigned), block._in, searched[0].program.output.name
-    mixing[:, 0] = 1
-    images = {name: mix(pool[:24][numbers], mixing)}
-    wanted, got = (block._values.compute(images, [block._out], nodes)[block._out] for nodes in (block._nodes, program))
-    errors = [(got - wanted).square().mean()]
-    if loss == "output":
-        ends = [block._values.compute({**images, block._out: value}, [last])[last] for value in (got, wanted)]
-        errors = [errors[0] / block._error._units[0], mean_distance(ends[:1], ends[1:]) / block._error._units[1]]
-    assert float(block._loss(program, numbers, mixing=mixing)) == pytest.approx(float(sum(errors)), rel=1e-3)
-    assert not torch.equal(block._loss(program, numbers), block._loss(program, numbers, mixing=mixing))
-
-
-def test_only_images_are_mixed(pool, searched):
-    mixed = {"scope": "model", "loss": "output", "mixed": 0.5}
-    assert block_of(*searched, pool[:24], number=0, **mixed)._mixes
-    assert not block_of(*searched, pool[:24], number=1, **mixed)._mixes
-
-
-def test_fewer_images_are_mixed_from_step_to_step(pool, searched):
-    block = block_of(*searched, pool[:24], number=0, scope="model", loss="output", mixed=0.8, iterations=400)
-    shares = torch.stack(list(block._draw_mixing()))[..., 0].unflatten(0, (4, 100)).mean((1, 2))
-    assert torch.allclose(shares, 0.8 * torch.tensor([0.875, 0.625, 0.375, 0.125]), atol=0.06)
 
 
 def test_a_model_that_got_worse_goes_back(pool, tiniest_searched):

@@ -135,13 +135,9 @@ class Reconstruction:
         robust: Take a block's changes back if they make the model's output worse on images that are held out. The loss
             of a block that is the whole model tells that already.
         mirrored: As in `Correction`. The values of a block take twice the memory, and the number of steps is the same.
-        mixed: With the scope "model", the fraction of the first step's images that are mixed with another one (CutMix
-            and mixup), if images are the only input, (N, C, H, W). It falls linearly to zero. The float network
-            computes the targets of mixed images in each step.
 
     Raises:
-        ValueError: If a field has an invalid value, or if images are mixed with another scope or with a loss that
-            stores a weight of each image.
+        ValueError: If a field has an invalid value.
 
     Examples:
         >>> config = adalog.Config(stages=(adalog.Correction(images=1024), adalog.Reconstruction()))
@@ -161,7 +157,6 @@ class Reconstruction:
     scope: Scope = "block"
     robust: bool = True
     mirrored: bool = False
-    mixed: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice("scope", self.scope, Scope)
@@ -174,10 +169,6 @@ class Reconstruction:
             check_number(name, getattr(self, name), 0)
         if not isinstance(self.drop, (int, float)) or not 0 <= self.drop < 1:
             raise ValueError(f"drop = {self.drop!r} is not a number of at least 0 and below 1")
-        if not isinstance(self.mixed, (int, float)) or not 0 <= self.mixed <= 1:
-            raise ValueError(f"mixed = {self.mixed!r} is not a number from 0 to 1")
-        if self.mixed and (self.scope != "model" or self.loss not in ("squared", "output")):
-            raise ValueError("mixed images need scope = 'model' and loss = 'squared' or 'output'")
 
 
 Fitting = Correction | Reconstruction  # the stages that fit unlabelled images

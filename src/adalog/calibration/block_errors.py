@@ -81,12 +81,8 @@ class BlockError(ABC):
     renewals: ClassVar[int] = 0
 
     @abstractmethod
-    def __call__(self, difference: Tensor, numbers: Tensor, exact: Tensor | None = None) -> Tensor:
-        """Return the mean error.
-
-        difference: of the block's output on the images with these indices. exact: the float network's output of the
-        block, if the images are mixed.
-        """
+    def __call__(self, difference: Tensor, numbers: Tensor) -> Tensor:
+        """Return the mean error. difference: of the block's output on the images with these indices."""
 
     def renew(self, quantized: Callable[[Tensor], Tensor]) -> None:
         """Adapt the error to the block's state. quantized: maps image indices to the block's output in that state."""
@@ -96,7 +92,7 @@ class BlockError(ABC):
 class SquaredError(BlockError):
     """The squared error of the block's output."""
 
-    def __call__(self, difference: Tensor, numbers: Tensor, exact: Tensor | None = None) -> Tensor:
+    def __call__(self, difference: Tensor, numbers: Tensor) -> Tensor:
         return difference.square().mean()
 
 
@@ -123,16 +119,16 @@ class OutputError(BlockError):
         block, behind = sums.tolist()
         self._units = block or 1.0, behind or 1.0
 
-    def _parts(self, difference: Tensor, numbers: Tensor, exact: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _parts(self, difference: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         output = self._output
-        chunk = output.pick(numbers) | ({} if exact is None else {output.name: exact})
+        chunk = output.pick(numbers)
         with torch.no_grad():
-            wanted = output.leaves(chunk)
+            exact = output.leaves(chunk)
         leaves = output.leaves({**chunk, output.name: chunk[output.name] + difference})
-        return difference.square().mean(), mean_distance(leaves, wanted)
+        return difference.square().mean(), mean_distance(leaves, exact)
 
-    def __call__(self, difference: Tensor, numbers: Tensor, exact: Tensor | None = None) -> Tensor:
-        block, behind = self._parts(difference, numbers, exact)
+    def __call__(self, difference: Tensor, numbers: Tensor) -> Tensor:
+        block, behind = self._parts(difference, numbers)
         return block / self._units[0] + behind / self._units[1]
 
 

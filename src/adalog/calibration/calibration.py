@@ -562,9 +562,9 @@ class Calibration:
 
 def check_settings(seed: object, memory: object) -> None:
     """Raise ValueError unless the seed is valid for PyTorch and the memory, if it is not None, is in bytes."""
-    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= int(seed) < 2**63:
         raise ValueError(f"seed = {seed!r} is not a whole number from 0 to 2**63 - 1")
-    if memory is not None and (not isinstance(memory, Integral) or isinstance(memory, bool) or memory < 1):
+    if memory is not None and (not isinstance(memory, Integral) or isinstance(memory, bool) or int(memory) < 1):
         raise ValueError(f"memory = {memory!r} is not a number of bytes: give one such as 2 << 30")
 
 

@@ -3,9 +3,8 @@
 A block is trained to output the same values as in the float network (BRECQ, Li et al., ICLR 2021). Its inputs are those
 that it gets once all blocks before it are quantized and trained. In each step, a random share of these inputs is
 replaced by the float network's values, and a random share of the values that its quantizers see is not quantized
-(QDrop, Wei et al., ICLR 2022). If the block reads the images, some of them can be mixed. The processes of one job share
-the images of each step. A single process on an accelerator takes them at once and in few operations, and `replay`
-replays these as one graph.
+(QDrop, Wei et al., ICLR 2022). The processes of one job share the images of each step. A single process on an
+accelerator takes them at once and in few operations, and `replay` replays these as one graph.
 """
 
 import math
@@ -74,23 +73,6 @@ _PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "aten.matmul.default": _matmul,
     "aten.bmm.default": _matmul,
 }
-
-
-def mix(images: Tensor, draws: Tensor) -> Tensor:
-    """Return the images, of which some are mixed with the image before; that of the first image is the last one.
-
-    Half of them get a box of that image (CutMix, Yun et al., ICCV 2019), and half are blended with it (mixup, Zhang et
-    al., ICLR 2018).
-
-    images: (N, C, H, W). draws: (N, 5): 1 for an image that is mixed and 0 for another one, and uniform random numbers:
-    whether it gets a box, the fraction of the image that stays, and the height and width of the centre of the box.
-    """
-    mixed, cut, stays, *centre = draws[..., None, None, None].unbind(1)
-    half = (1 - stays).sqrt() / 2
-    places = ((torch.arange(size, device=images.device) + 0.5) / size for size in images.shape[-2:])
-    rows, columns = ((place - at).abs() < half for place, at in zip(places, centre, strict=True))
-    weight = torch.where(cut < 0.5, (rows.mT & columns).to(draws.dtype), 1 - stays) * mixed
-    return images.lerp(images.roll(1, 0), weight.to(images.dtype))
 
 
 def reconstruct(
@@ -243,8 +225,6 @@ class BlockInTraining:
         numbers = torch.arange(floats.count, device=device)
         self._trained_on, self._held_out = _split(numbers) if apart else (numbers, numbers)
         self._batch = min(choices.batch, len(self._trained_on)) if apart else floats.count
-        inputs = [(name, value.ndim, value.is_floating_point()) for name, value in floats.images.items()]
-        self._mixes = bool(choices.mixed) and apart and inputs == [(self._in, 4, True)]
         self._at_once = ranks.world == 1 and waits_for_launches(device)
         self._replay: Replay | None = None
         # Each share of a step has its own random numbers, whichever rank takes the share.
@@ -307,10 +287,10 @@ class BlockInTraining:
             return
         optimizer = torch.optim.Adam(parameters, fused=True)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, choices.iterations)
-        for step, (numbers, mixing) in enumerate(zip(self._draws(), self._draw_mixing(), strict=True), 1):
+        for step, numbers in enumerate(self._draws(), 1):
             optimizer.zero_grad()
             with torch.enable_grad():
-                self._descend(numbers, mixing, unit, step / choices.iterations)
+                self._descend(numbers, unit, step / choices.iterations)
             optimizer.step()
             schedule.step()
             confine(self._sides)
@@ -322,8 +302,7 @@ class BlockInTraining:
         Everything that differs from step to step is in tables on the device, with one row per step. parameters: the
         parameter groups of the optimizer, with their first learning rates. unit: as in `steps`.
         """
-        draws, mixed = torch.stack(list(self._draws())), [value for value in self._draw_mixing() if value is not None]
-        mixings = torch.stack(mixed) if mixed else None
+        draws = torch.stack(list(self._draws()))
         device, last = draws.device, self._choices.iterations
         table = torch.tensor(
             [
@@ -344,14 +323,13 @@ class BlockInTraining:
 
         def step() -> None:
             numbers = draws.index_select(0, row)[0]
-            mixing = None if mixings is None else mixings.index_select(0, row)[0]
             now.copy_(table.index_select(0, row)[0])
             row.add_(1)
             masks.renew()
             with torch.enable_grad():
                 h = rounding.round()
                 program = self._rewrite([(group.group, group.soft(rounding.by_weight(h))) for group in self._groups])
-                loss = self._loss(program, numbers, self._choices.drop, masks.take, mixing) / unit
+                loss = self._loss(program, numbers, self._choices.drop, masks.take) / unit
                 if h is not None:
                     loss = loss + weight * rounding.regulariser(h, exponent)
                 if not loss.requires_grad:  # for example if the block ends in a comparison
@@ -374,12 +352,11 @@ class BlockInTraining:
         """Return the block's program with all its groups quantized. assigned: the trained groups."""
         return rewrite(self._nodes, [*self._beside, *assigned])
 
-    def _descend(self, numbers: Tensor, mixing: Tensor | None, unit: float, done: float) -> None:
+    def _descend(self, numbers: Tensor, unit: float, done: float) -> None:
         """Add the gradients of one step, from each share of its images and from the regulariser.
 
         Each share has gradients with respect to the values of the rewritten program. Their sum is propagated to the
-        parameters that these values are made of. mixing: as in `_loss`. unit: as in `steps`. done: the fraction of
-        finished steps.
+        parameters that these values are made of. unit: as in `steps`. done: the fraction of finished steps.
         """
         program = self._rewrite([(group.group, group.soft()) for group in self._groups])
         sources, leaves = list[Tensor](), list[Tensor]()
@@ -394,12 +371,10 @@ class BlockInTraining:
         tensors = {name: leaf(value) for name, value in program.tensors.items()}
         quantizers = {name: quantizer.map(leaf) for name, quantizer in program.quantizers.items()}
         free, shares = replace(program, tensors=tensors, quantizers=quantizers), self._shares(numbers)
-        mixings = [None for _ in shares] if mixing is None else self._shares(mixing)
 
         def gradient(share: int) -> Tensor:
             images, drop = shares[share], self._choices.drop
-            generator = self._generators[share]
-            loss = self._loss(free, images, drop, lambda values: random_mask(values, drop, generator), mixings[share])
+            loss = self._loss(free, images, drop, lambda values: random_mask(values, drop, self._generators[share]))
             loss = loss * (len(images) / len(numbers) / unit)
             if not loss.requires_grad:  # for example if the block ends in a comparison
                 return torch.zeros_like(like)
@@ -471,16 +446,6 @@ class BlockInTraining:
             yield left[: self._batch].sort().values if self._batch == len(self._trained_on) else left[: self._batch]
             left = left[self._batch :]
 
-    def _draw_mixing(self) -> Iterator[Tensor | None]:
-        """Yield the random numbers of each step that `mix` takes, or None if images are not mixed."""
-        for step in range(self._choices.iterations):
-            if not self._mixes:
-                yield None
-                continue
-            draws = torch.rand((self._batch, 5), generator=self._generator, device=self._generator.device)
-            draws[:, 0] = draws[:, 0] < self._choices.mixed * (1 - step / self._choices.iterations)
-            yield draws
-
     def _regulariser(self, done: float) -> Tensor | float:
         """Return AdaRound's regulariser over all weights of the block. done: the fraction of finished steps."""
         if self._choices.weights != "adaround" or done < _WARM_UP:
@@ -498,28 +463,14 @@ class BlockInTraining:
         like = torch.zeros((), dtype=torch.float64)
         return float(self._ranks.sum_in_order(len(batches), loss, like)) / len(self._held_out)
 
-    def _loss(
-        self,
-        program: Program,
-        numbers: Tensor,
-        drop: float | None = None,
-        mask: Mask | None = None,
-        mixing: Tensor | None = None,
-    ) -> Tensor:
-        """Return the mean error of the block's output.
-
-        drop, mask: as in `_run`, and for the inputs that are exact. mixing: the random numbers that mix the images.
-        """
+    def _loss(self, program: Program, numbers: Tensor, drop: float | None = None, mask: Mask | None = None) -> Tensor:
+        """Return the mean error of the block's output. drop, mask: as in `_run`, and for the inputs that are exact."""
         inputs, targets = (pick(self._values, chunk, numbers) for chunk in (self._inputs, self._targets))
-        name, target, mixed = self._in, targets[self._out], None
-        if mixing is not None:
-            inputs[name] = mix(inputs[name], mixing)
-            with torch.no_grad():  # with the products of a step, which are quicker
-                target = mixed = self._run(self._nodes, inputs, drop)
-        elif drop and mask is not None and inputs[name].is_floating_point():
+        name = self._in
+        if drop and mask is not None and inputs[name].is_floating_point():
             exact = pick(self._values, {name: self._exact[name]}, numbers)
             inputs[name] = inputs[name].lerp(exact[name], mask(inputs[name]))
-        return self._error(self._run(program, inputs, drop, mask) - target, numbers, mixed)
+        return self._error(self._run(program, inputs, drop, mask) - targets[self._out], numbers)
 
     def _run(self, program: Program, inputs: Chunk, drop: float | None = None, mask: Mask | None = None) -> Tensor:
         """Return the block's output from a rewritten program and the block's inputs.
