@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -234,6 +235,7 @@ def test_arguments_that_nothing_can_be_done_with(tiniest, images, tmp_path, monk
         adalog.Calibration(tiniest, images.to("meta"))
     with pytest.raises(ValueError, match="seed = 'a' is not a whole number"):
         adalog.Calibration(tiniest, images, seed="a")
+    adalog.Calibration(tiniest, images, seed=np.int64(1), memory=np.int64(2**30))
     for call in (adalog.Calibration.quantize, adalog.Calibration.search):
         with pytest.raises(ValueError, match="config = 'w4a4' is not a Config: give one such as"):
             call(adalog.Calibration(tiniest, images), "w4a4")
