@@ -224,7 +224,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
     @cache
     def fitted(bits: str, seed: int, images: int) -> tuple[Assigned, float]:
         calibration, assigned, _ = searched(bits, seed)
-        stage, choices = staged(f"{bits}-correction-{images}-{seed}"), choose("correction", images)
+        stage, choices = staged(f"{bits}-correction-{images}-{seed}"), choices_of("correction", images)
         drawn = without_held_out(images_of(choices, seed))
         done = stage.partial(drawn[0])
         assert isinstance(choices, Correction)

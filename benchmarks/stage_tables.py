@@ -20,7 +20,7 @@ CURRENT = {
     "TinyViT": "reconstruct-tiny_vit",
     "the bundled ViT": "reconstruct-bundled",
 }
-# Trainings with and without mixed images, from one start. `Reconstruction` mixed images up to commit 8863894.
+# Trainings with and without mixed images, from one start. `Reconstruction` mixed images before commit 893f243.
 MIXED = {
     "DeiT-T": tuple(f"reconstruct-deit_tiny-{kind}" for kind in ("unmixed", "mixed", "mixed-faster")),
     "TinyViT": ("reconstruct-tiny_vit-mixed",),

@@ -82,9 +82,9 @@ def test_each_operation_has_a_case():
 
 def test_nan_spreads_and_zeros_are_positive():
     values = torch.tensor([[-0.0, 0.0, -1.0], [0.0, -0.0, -1.0], [1.0, math.nan, 0.0]])
-    found = composed("aten.amax.default", (values, (1,)))
-    assert torch.equal(found[:2].signbit(), torch.zeros(2).bool())
-    assert found[2].isnan()
+    largest = composed("aten.amax.default", (values, (1,)))
+    assert torch.equal(largest[:2].signbit(), torch.zeros(2).bool())
+    assert largest[2].isnan()
 
 
 @pytest.mark.parametrize(
