@@ -47,18 +47,7 @@ _OTHERS = {
     DETECTOR: "a detector, which only `adalog evaluate --coco` and `adalog detect` can use",
     PACK: "a pack, which `adalog.run` and the C library run: give the artifact that it was made from",
 }
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "int16": torch.int16,
-    "int8": torch.int8,
-    "bool": torch.bool,
-    "uint8": torch.uint8,
-}
+_DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "bool", "uint8")
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -323,8 +312,9 @@ def _decode_rule(entry: Any, inputs: Sequence[str]) -> Program:
 
 
 def _decode_dtype(name: Any) -> torch.dtype:
-    check(isinstance(name, str) and name in DTYPES, f"the type {name!r} is not one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+    check(name in _DTYPES, f"the type {name!r} is not one of {', '.join(_DTYPES)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _decode_tensor(

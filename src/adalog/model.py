@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from adalog import artifact, hub, library
 from adalog.config import Config
 from adalog.errors import ArtifactError
-from adalog.graph.program import Program
+from adalog.graph.program import Program, map_leaves
 from adalog.graph.submodule import ModuleCall
 from adalog.ledger import LedgerRow, ledger_json
 from adalog.quantized import QuantizedProgram
@@ -132,7 +132,8 @@ class QuantizedModel(nn.Module):
         halves = [value.dtype for value in tensors if value.dtype in (torch.float16, torch.bfloat16)]
         if not halves or any(value.dtype in halves for value in self.program.tensors.values()):
             return self.program.run(tensors)
-        return _halve(self.program.run([x.float() if x.dtype in halves else x for x in tensors]), halves[0])
+        output = self.program.run([x.float() if x.dtype in halves else x for x in tensors])
+        return map_leaves(output, Tensor, lambda x: x.to(halves[0]) if x.is_floating_point() else x)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedModel":
         """Apply `.to`, `.double` and the like to every tensor of the program; codes stay uint8."""
@@ -351,11 +352,3 @@ def quickest(model: QuantizedModel, threads: int) -> tuple[nn.Module, Executor |
 # `torch.compile` calls this method when it traces the model. Setting the attribute is what
 # `torch.compiler.assume_constant_result` does, without importing the compiler.
 QuantizedModel._prepare_to_compile._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _halve(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return type(value)((key, _halve(item, dtype)) for key, item in value.items())
-    return type(value)(_halve(item, dtype) for item in value) if isinstance(value, (tuple, list)) else value

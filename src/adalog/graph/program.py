@@ -340,13 +340,18 @@ def evaluate(arg: Arg, values: Mapping[str, Any]) -> Any:
 
 def map_refs(arg: Arg, function: Callable[[Ref], Any]) -> Any:
     """Replace every `Ref` in nested arguments by `function(ref)`."""
-    if isinstance(arg, Ref):
-        return function(arg)
-    if isinstance(arg, (tuple, list)):
-        return type(arg)(map_refs(item, function) for item in arg)
-    if isinstance(arg, dict):
-        return type(arg)((key, map_refs(item, function)) for key, item in arg.items())
-    return arg
+    return map_leaves(arg, Ref, function)
+
+
+def map_leaves(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """Replace every value of this type in nested tuples, lists and dicts by `function(value)`."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_leaves(item, kind, function) for item in value)
+    if isinstance(value, dict):
+        return type(value)((key, map_leaves(item, kind, function)) for key, item in value.items())
+    return value
 
 
 def leaves_of(output: Any) -> list[Any]:

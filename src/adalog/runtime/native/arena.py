@@ -3,21 +3,19 @@
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adalog.graph.operations import aten
+from adalog.graph.program import leaves_of, map_leaves
 from adalog.runtime.native import abi
 from adalog.runtime.native.floats import COPY, FLOATS
 from adalog.runtime.native.products import bytes_behind, place, top_of
 from adalog.runtime.native.steps import Rows
 from adalog.runtime.native.tables import Codes, Finish, Lookup, buckets_of, few_buckets_of, search_tables
-
-_RESHAPES = aten("reshape.default flatten.using_ints unflatten.int")
 
 
 class Bytes(list[Any]):
@@ -26,9 +24,7 @@ class Bytes(list[Any]):
 
 def addresses(value: Any) -> set[int]:
     """Return the addresses of the memory of all tensors in a value."""
-    if isinstance(value, Tensor):
-        return {value.untyped_storage().data_ptr()}
-    return set().union(*map(addresses, value)) if isinstance(value, (tuple, list)) else set()
+    return {leaf.untyped_storage().data_ptr() for leaf in leaves_of(value) if isinstance(leaf, Tensor)}
 
 
 def in_memory(value: Tensor) -> tuple[list[int], list[int]]:
@@ -37,20 +33,11 @@ def in_memory(value: Tensor) -> tuple[list[int], list[int]]:
     return order, [order.index(i) for i in range(value.ndim)]
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Apply a function to all tensors in a value."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(function, item) for item in value)
-    return function(value) if isinstance(value, Tensor) else value
-
-
 def copy(static: Any, value: Any) -> None:
     """Copy the tensors of a value into the tensors of another value with the same structure."""
-    if isinstance(static, Tensor):
-        static.copy_(value)
-    elif isinstance(static, (tuple, list)):
-        for target, source in zip(static, value, strict=True):
-            copy(target, source)
+    for target, source in zip(leaves_of(static), leaves_of(value), strict=True):
+        if isinstance(target, Tensor):
+            target.copy_(source)
 
 
 @dataclass(frozen=True)
@@ -145,21 +132,9 @@ class Layout:
         self.alive.append(arguments)
         self.calls.append(PlanCall(self.step, kernel, self._context.bind(kernel, arguments), arguments))
 
-    def call_numpy(self, operation: str, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Add an operation that NumPy runs, with its result in `out`. Return False if NumPy does not run it."""
-        arguments = [argument for arg in args for argument in (arg if isinstance(arg, (tuple, list)) else [arg])]
-        floats = {argument.dtype for argument in (out, *arguments) if isinstance(argument, Tensor)} == {torch.float32}
-        if operation in _RESHAPES and out.is_contiguous():
-            self.floats(COPY, out.view(args[0].shape), args[0])
-        elif operation in FLOATS and floats and not kwargs:
-            self.floats(operation, out, *args)
-        else:
-            return False
-        return True
-
     def floats(self, operation: str, out: Tensor, *args: Any) -> None:
         """Add a call of an operation in `FLOATS`."""
-        run = functools.partial(FLOATS[operation], *map_tensors(Tensor.numpy, (out, *args)))
+        run = functools.partial(FLOATS[operation], *map_leaves((out, *args), Tensor, Tensor.numpy))
         self.calls.append(PlanCall(self.step, operation, run, (out, args)))
 
     def call_torch(self, operation: str, run: Callable[[], None]) -> None:
@@ -174,10 +149,12 @@ class Layout:
 
     def like(self, value: Any) -> Any:
         """Take memory for a result, with the memory order that torch chose: images may have their channels last."""
-        if isinstance(value, Tensor):
-            order, back = in_memory(value)
-            return self.arena.take([value.shape[i] for i in order], value.dtype).permute(back)
-        return type(value)(map(self.like, value)) if isinstance(value, (tuple, list)) else value
+
+        def take(tensor: Tensor) -> Tensor:
+            order, back = in_memory(tensor)
+            return self.arena.take([tensor.shape[i] for i in order], tensor.dtype).permute(back)
+
+        return map_leaves(value, Tensor, take)
 
     def dense(self, value: Tensor) -> Tensor:
         """Return the value if it is contiguous, or else the memory for a contiguous copy that each call makes."""

@@ -11,32 +11,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.graph.operations import resolve
+from adalog.graph.operations import aten, resolve
+from adalog.graph.program import leaves_of
 from adalog.runtime.native import abi
 from adalog.runtime.native.arena import Layout, in_memory
-from adalog.runtime.native.floats import COPY
+from adalog.runtime.native.floats import COPY, FLOATS
 from adalog.runtime.native.products import row_fields
 
+_RESHAPES = aten("reshape.default flatten.using_ints unflatten.int")
 _ADD, _SUB, _MUL, _DIV = (f"aten.{name}.Tensor" for name in ("add", "sub", "mul", "div"))
 _MAXIMUM, _MINIMUM, _SQRT = (f"aten.{name}.default" for name in ("maximum", "minimum", "sqrt"))
 _CAT, _MEAN = "aten.cat.default", "aten.mean.dim"
 
 
 def compose(layout: Layout, operation: str, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Add an operation that runs in several calls, with its result in `out`. Return False if PyTorch must run it.
+    """Add an operation, with its result in `out`. Return False if PyTorch must run it.
 
-    PyTorch runs operations on values of other types than float32.
+    PyTorch runs operations on values of other types than float32, except reshapes.
     """
-    function = COMPOSED.get(operation)
-    if function is None:
+    if operation in _RESHAPES and out.is_contiguous():
+        layout.floats(COPY, out.view(args[0].shape), args[0])
+        return True
+    tensors = [leaf for leaf in leaves_of([out, args, dict(kwargs)]) if isinstance(leaf, Tensor)]
+    if any(tensor.dtype != torch.float32 for tensor in tensors):
+        return False
+    if operation in FLOATS and not kwargs:
+        layout.floats(operation, out, *args)
+        return True
+    if operation not in COMPOSED:
         return False
     resolved: Any = resolve(operation)
     parameters = {parameter.name: parameter.default_value for parameter in resolved._schema.arguments}
     values = (parameters | dict(zip(parameters, args, strict=False)) | dict(kwargs)).values()
-    items = [item for value in values for item in (value if isinstance(value, (tuple, list)) else [value])]
-    if any(item.dtype != torch.float32 for item in (out, *items) if isinstance(item, Tensor)):
-        return False
-    return function(layout, out, *values)
+    return COMPOSED[operation](layout, out, *values)
 
 
 def _scratch(layout: Layout, like: Tensor, *lead: int) -> Tensor:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from adalog.graph.operations import MOVES
-from adalog.graph.program import Program, evaluate, refs_of
+from adalog.graph.program import Program, evaluate, map_leaves, refs_of
 from adalog.quantizers import UniformQuantizer
 from adalog.runtime.native import abi, products, steps
-from adalog.runtime.native.arena import Bytes, Layout, addresses, copy, in_memory, map_tensors
+from adalog.runtime.native.arena import Bytes, Layout, addresses, copy, in_memory
 from adalog.runtime.native.compose import compose
 from adalog.runtime.native.recognise import failing, recognise
 from adalog.runtime.native.tables import Codes, Finish
@@ -58,7 +58,7 @@ class Plan:
                 status = run()
                 if status:
                     abi.check(status)
-            copies = {name: map_tensors(Tensor.clone, value) for name, value in self.results.items()}
+            copies = {name: map_leaves(value, Tensor, Tensor.clone) for name, value in self.results.items()}
             return evaluate(self.program.output, copies)  # the next call overwrites the results
 
     def times(self, inputs: Sequence[Tensor]) -> list[float]:
@@ -320,9 +320,7 @@ class _Emitter:
         static = self.layout.like(result)
         self.fallbacks[name] = op
         known = isinstance(static, Tensor) and name not in self._functions
-        if known and (
-            self.layout.call_numpy(op, static, args, kwargs) or compose(self.layout, op, static, args, kwargs)
-        ):
+        if known and compose(self.layout, op, static, args, kwargs):
             return static
         into = _writer(op, args, kwargs, static, result) if known else None
 

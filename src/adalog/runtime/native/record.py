@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adalog import library, version
 from adalog.errors import ArtifactError
-from adalog.graph.program import Program, Ref, leaves_of
+from adalog.graph.program import Program, Ref, leaves_of, map_leaves
 from adalog.runtime.native import abi
 from adalog.runtime.native.emit import Plan
 from adalog.runtime.native.products import ByteProduct, is_by_pixel
@@ -57,7 +57,7 @@ def record(plan: Plan, artifact: str, batch: int) -> tuple[dict[str, Any], Tenso
         else:
             assert call.arguments is not None
             out, args = call.arguments
-            fields = [memory.view(out), *(_argument(arg, memory) for arg in args)]
+            fields = [memory.view(out), *map_leaves(args, Tensor, memory.view)]
         calls.append([call.step, call.operation, fields])
     header = {
         "format": FORMAT,
@@ -89,12 +89,6 @@ def _output(program: Program, structure: Any, plan: Plan, memory: "_AddressMap")
         kind = "tuple" if isinstance(structure, tuple) else "list"
         return {kind: [_output(program, item, plan, memory) for item in structure]}
     return memory.view(plan.results[structure.name])
-
-
-def _argument(argument: Any, memory: "_AddressMap") -> Any:
-    if isinstance(argument, (tuple, list)):
-        return [_argument(item, memory) for item in argument]
-    return memory.view(argument) if isinstance(argument, Tensor) else argument
 
 
 def _fields(structure: ctypes.Structure, memory: "_AddressMap", weights: dict[int, int], number: int | None) -> Any:
@@ -184,11 +178,7 @@ class _AddressMap:
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
     """Yield the memory of all tensors in a nested value."""
-    if isinstance(value, Tensor):
-        yield value.untyped_storage()
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _storages(item)
+    return (leaf.untyped_storage() for leaf in leaves_of(value) if isinstance(leaf, Tensor))
 
 
 def _written_addresses(structure: ctypes.Structure) -> Iterator[int]:
