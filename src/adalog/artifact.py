@@ -78,7 +78,7 @@ def encode(quantized: QuantizedProgram) -> bytes:
     """Return the bytes of `serialise` without reading them back, to find the size quickly."""
     known = bool(quantized.example)
     check(known, "the model was made without images, so its input shapes are unknown: set its `example`")
-    quantized.check(quantized.one_image())
+    quantized.check(quantized.zeros(1, "meta"))
     program = quantized.program.map_tensors(lambda value: value.detach().cpu())
     tensors: dict[str, Tensor] = {}
     shapes: dict[str, Any] = {}
@@ -281,7 +281,7 @@ def _decode(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Quantize
     refusals, provenance = header["refusals"], header["provenance"]
     check(all(isinstance(why, str) for why in refusals.values()), "a refusal is not text")
     quantized = QuantizedProgram(program, config, ledger, refusals, provenance, example)
-    quantized.check(quantized.one_image())
+    quantized.check(quantized.zeros(1, "meta"))
     return quantized
 
 

@@ -85,9 +85,9 @@ class QuantizedProgram:
                 shapes_of[name][dim] = letter
         return shapes_of
 
-    def one_image(self) -> list[Tensor]:
-        """Return inputs for one image on the meta device."""
-        return [value.new_empty((1, *value.shape[1:]), device="meta") for value in self.example]
+    def zeros(self, count: int, device: str | None = None) -> tuple[Tensor, ...]:
+        """Return inputs of zeros for so many images, on this device or on the device of `example`."""
+        return tuple(value.new_zeros((count, *value.shape[1:]), device=device) for value in self.example)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "QuantizedProgram":
         """Return the program with a function, such as a move or a cast, applied to every tensor; codes stay uint8."""

@@ -155,7 +155,7 @@ def certify(
     if metadata["graph"] != graph_digest(model):
         certificate.failures.append("the file was changed after adalog wrote it")
     replay = ProgramModule(quantized, MAKERS[form]).eval()
-    replay(*(value.new_zeros((1, *value.shape[1:])) for value in quantized.example))  # records the names of its values
+    replay(*quantized.zeros(1))  # records the names of its values
     names = changed_tensors(model, replay)
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -241,21 +241,20 @@ def compare_batches(
     compiled: the artifact. run: returns the file's outputs for a batch. inspect: compares every site on a batch, given
     the executor's codes. Raises ValueError if there are no images.
     """
-    answers, own = list[Answers](), list[Answers]()
+    answers, firsts = list[Answers](), list[list[Tensor]]()
     count = 0
     for batch in batches:
-        expected = present_leaves(compiled(*batch))
-        answers.append(pair(expected, run(batch)))
+        answers.append(pair(present_leaves(compiled(*batch)), run(batch)))
         if count < SITE_IMAGES:
-            few = tuple(value[: SITE_IMAGES - count] for value in batch)
-            moved = present_leaves(compiled.quantized.program.run(move(few)))
-            own.append(pair([value[: len(few[0])] for value in expected], moved))
-            certificate.sites = merge_sites(certificate.sites, inspect(few, compiled.codes(*few)))
+            firsts.append([value[: SITE_IMAGES - count] for value in batch])
         count += len(batch[0])
     if not count:
         raise ValueError("there are no images to compare: give at least one")
     certificate.images = count
-    certificate.own_error = float(relative_errors(own).median())
+    few = [torch.cat(values) for values in zip(*firsts, strict=True)]
+    certificate.sites = inspect(few, compiled.codes(*few))
+    own = pair(present_leaves(compiled(*few)), present_leaves(compiled.quantized.program.run(move(few))))
+    certificate.own_error = float(relative_errors([own]).median())
     judge(certificate, answers)
 
 
@@ -317,13 +316,11 @@ def _site(
     for quantizer, parts in sides:
         integers = [_whole(part, inner) for part in parts]
         wholes.append(integers)
-        name = parts[0][0].operand
-        expected = quantizer.integers(codes[name])
         value = inner.get(values.get(parts[0][0].at, ""))
-        exact = None if value is None else quantizer.integers(quantizer.quantize(torch.as_tensor(value)))
         operands += integers[0].numel()
-        differ += _unequal(integers, expected)
-        codes_off += integers[0].numel() if exact is None else _unequal(integers, exact)
+        differ += _unequal(integers, quantizer.integers(codes[parts[0][0].operand]))
+        exact = [] if value is None else quantizer.integers(quantizer.quantize(torch.as_tensor(value)))
+        codes_off += _unequal(integers, exact) if exact else integers[0].numel()
     exactly = max(site.bounds) < 2**53
     ready = [[part.double() if exactly else part for part in integers] for integers in wholes]
     sums = CodeProduct(site).sums(ready[0], ready[1] if len(ready) > 1 else None)
@@ -359,16 +356,6 @@ def _same(site: IntegerSite, sums: Tensor, actual: Tensor, scale: Tensor | None,
     real = expected.double() * scale.double()
     largest = float(real.abs().max()) if real.numel() else 0.0
     return bool(((actual.double() - real).abs() <= ROUNDING * largest).all())
-
-
-def merge_sites(before: list[SiteReport], after: list[SiteReport]) -> list[SiteReport]:
-    """Return the reports of all sites on the images so far and the images of the last batch."""
-    if not before:
-        return after
-    return [
-        SiteReport(a.site, a.equal and b.equal, a.operands + b.operands, a.off + b.off, a.differ + b.differ)
-        for a, b in zip(before, after, strict=True)
-    ]
 
 
 def pair(expected: Sequence[Any], actual: Sequence[Any]) -> Answers:

@@ -150,22 +150,17 @@ def to_executorch(quantized: QuantizedProgram, source: str) -> bytes:
     versions()
     metadata_entries = {KEY: json.dumps({"artifact": source, "made_by": versions()}, sort_keys=True)}
     metadata_entries |= {name: json.dumps(quantized.provenance[name]) for name in NOTED if name in quantized.provenance}
-    return lower(ProgramModule(quantized, MAKERS).eval(), one_image(quantized), metadata_entries)
+    return lower(ProgramModule(quantized, MAKERS).eval(), quantized.zeros(1), metadata_entries)
 
 
 def to_watched(quantized: QuantizedProgram) -> tuple[bytes, ProgramModule, list[tuple[str, str]]]:
     """Return a file that also outputs what every site reads and computes, its program, and the outputs' names."""
     versions()
-    watched, inputs = InstrumentedModule(ProgramModule(quantized, MAKERS).eval()), one_image(quantized)
+    watched, inputs = InstrumentedModule(ProgramModule(quantized, MAKERS).eval()), quantized.zeros(1)
     importlib.import_module(_OPERATORS)
     watched(*inputs)  # the names of an export are lost
     names = watched.names
     return lower(watched, inputs, {}), watched.replay, names
-
-
-def one_image(quantized: QuantizedProgram) -> tuple[Tensor, ...]:
-    """Return inputs of zeros for one image of the calibration's size."""
-    return tuple(value.new_zeros((1, *value.shape[1:])) for value in quantized.example)
 
 
 def lower(module: nn.Module, inputs: tuple[Tensor, ...], methods: Mapping[str, str]) -> bytes:

@@ -18,8 +18,6 @@ def noise_like(quantized: QuantizedProgram, count: int) -> tuple[Tensor, ...]:
         raise ArtifactError("the model was made without images, so its input shapes are unknown: set its `example`")
     generator = torch.Generator().manual_seed(0)
     return tuple(
-        torch.randn((count, *value.shape[1:]), generator=generator, dtype=value.dtype)
-        if value.is_floating_point()
-        else value.new_zeros((count, *value.shape[1:]))
-        for value in quantized.example
+        torch.randn(value.shape, generator=generator, dtype=value.dtype) if value.is_floating_point() else value
+        for value in quantized.zeros(count)
     )

@@ -8,7 +8,7 @@ was made from.
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -79,7 +79,7 @@ def graph_digest(model: Any) -> str:
 
 def _translate(replay: ProgramModule, quantized: QuantizedProgram) -> Any:
     """Translate the replayed program with PyTorch, and return the ONNX model."""
-    inputs = tuple(value.new_zeros((2, *value.shape[1:])) for value in quantized.example)
+    inputs = quantized.zeros(2)
     shapes = []
     for name, value in zip(quantized.program.inputs, inputs, strict=True):
         free = dict.fromkeys(quantized.program.free.get(name, ()), torch.export.Dim.DYNAMIC)
@@ -222,23 +222,20 @@ def _expand_steps(model: Any, *, selects: bool) -> None:
     """
     from onnx import numpy_helper
 
-    domain = STEPS.partition("::")[0]
+    domain, _, in_floats = STEPS.partition("::")
     constants = {initializer.name: numpy_helper.to_array(initializer) for initializer in model.graph.initializer}
-    nodes: list[Any] = []
-    tensors: dict[str, Any] = {}
-    for node in model.graph.node:
+
+    def write(writer: _NodeWriter, node: Any) -> None:
         if node.domain != domain:
-            nodes.append(node)
-            continue
+            writer.nodes.append(node)
+            return
         value, thresholds, levels = (constants.get(name, name) for name in node.input)
-        writer = _NodeWriter(node.name.rpartition("/")[0])
-        write = _steps if node.op_type == STEPS.partition("::")[2] else _selects if selects else _byte_steps
-        write(writer, value, thresholds, levels, node.output[0])
-        nodes += writer.nodes
-        tensors |= writer.tensors
+        expand = _steps if node.op_type == in_floats else _selects if selects else _byte_steps
+        expand(writer, value, thresholds, levels, node.output[0])
+
+    _rewrite(model, write)
     for opset in [entry for entry in model.opset_import if entry.domain == domain]:
         model.opset_import.remove(opset)
-    _rebuild(model, nodes, tensors)
 
 
 def _steps(writer: _NodeWriter, value: str, thresholds: Any, levels: Any, result: str) -> None:
@@ -288,20 +285,17 @@ def _round_signed(model: Any) -> None:
     from onnx import TensorProto, numpy_helper
 
     initializers = {initializer.name: initializer for initializer in model.graph.initializer}
-    nodes: list[Any] = []
-    tensors: dict[str, Any] = {}
-    for node in model.graph.node:
+
+    def write(writer: _NodeWriter, node: Any) -> None:
         zero = initializers.get(node.input[-1]) if node.op_type == "QuantizeLinear" else None
         if zero is not None and zero.data_type == TensorProto.INT8:
             value, scale, zero_point = node.input
-            writer = _NodeWriter(node.name.rpartition("/")[0])
             is_one = scale in initializers and bool((numpy_helper.to_array(initializers[scale]) == 1).all())
             whole = writer.node("Round", [value if is_one else writer.node("Div", [value, scale])])
             node.input[:] = [whole, scale if is_one else writer.tensor("one", np.float32(1)), zero_point]
-            nodes += writer.nodes
-            tensors |= writer.tensors
-        nodes.append(node)
-    _rebuild(model, nodes, tensors)
+        writer.nodes.append(node)
+
+    _rewrite(model, write)
 
 
 def _store(model: Any, stored: Mapping[str, StoredWeight]) -> None:
@@ -362,14 +356,18 @@ def pack_nibbles(codes: Any) -> bytes:
     return bytes(flat[::2] | flat[1::2] << 4)
 
 
-def _rebuild(model: Any, nodes: Sequence[Any], tensors: Mapping[str, Any]) -> None:
-    """Give the graph these nodes, add these initializers to its own, and drop the initializers that no node reads."""
+def _rewrite(model: Any, write: Callable[[_NodeWriter, Any], None]) -> None:
+    """Replace each node by the nodes and tensors that `write` adds for it; drop the initializers that no node reads."""
     from onnx import numpy_helper
 
     graph = model.graph
+    nodes = list(graph.node)
     del graph.node[:]
-    graph.node.extend(nodes)
-    graph.initializer.extend(numpy_helper.from_array(value, key) for key, value in tensors.items())
+    for node in nodes:
+        writer = _NodeWriter(node.name.rpartition("/")[0])
+        write(writer, node)
+        graph.node.extend(writer.nodes)
+        graph.initializer.extend(numpy_helper.from_array(value, key) for key, value in writer.tensors.items())
     names = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
     initializers = [initializer for initializer in graph.initializer if initializer.name in names]
     del graph.initializer[:]

@@ -47,7 +47,7 @@ def batch_on(device: torch.device | str | None, networks: Sequence[Any]) -> int:
         return BATCH
     programs = (getattr(network, "quantized", None) for network in networks)
     peaks = [
-        peak_bytes(quantized.program, trace(quantized.program, quantized.one_image()))
+        peak_bytes(quantized.program, trace(quantized.program, quantized.zeros(1, "meta")))
         for quantized in programs
         if isinstance(quantized, QuantizedProgram)
     ]

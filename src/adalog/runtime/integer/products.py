@@ -37,8 +37,8 @@ def multiplies_bytes(device: torch.device) -> bool:
     return torch.equal(result.cpu().double(), left.cpu().double() @ right.cpu().double())
 
 
-def multiply_bytes(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute left @ right for int8 (T, I) and (I, O), as int32 (T, O)."""
+def multiply_bytes(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """Compute left @ right for int8 (T, I) and (I, O), as int32 (T, O). out: memory for it, if a CPU computes it."""
     if not multiplies_bytes(left.device):
         dtype = torch.float32 if left.shape[1] * 2**14 < _EXACT[torch.float32] else torch.float64
         return (left.to(dtype) @ right.to(dtype)).to(torch.int32)
@@ -47,7 +47,7 @@ def multiply_bytes(left: Tensor, right: Tensor, out: Tensor | None = None) -> Te
     if left.device.type == "cpu":
         if not left.numel() or not right.numel():
             return torch.zeros(len(left), right.shape[1], dtype=torch.int32)
-        return torch._int_mm(left, right) if out is None else torch._int_mm(left, right, out=out)
+        return torch._int_mm(left, right, out=out)
     # cuBLAS needs more than 16 rows, and all sizes as multiples of 8.
     rows, terms, columns = len(left), left.shape[1], right.shape[1]
     left = torch.nn.functional.pad(left, (0, -terms % 8, 0, max(-rows % 8, 24 - rows)))

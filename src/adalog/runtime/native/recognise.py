@@ -202,7 +202,7 @@ class _Recogniser:
         shape = self._flow.shapes[rows.last].shape
         if constant is not None:
             shift = constant if shift is None else shift + constant
-        step = NormStep(rows.last, source, weight, shift, epsilon, about_zero, shape, rows, finish)
+        step = NormStep(rows.last, source, shape, rows, finish, shift, weight, epsilon, about_zero)
         self._replace(rows.gone, step)
 
     def _linear(self, node: Node, site: IntegerSite) -> None:
@@ -219,7 +219,7 @@ class _Recogniser:
             if image is not None:
                 shape = torch.Size((len(shapes[node.name]), math.prod(image), len(weight)))
             bias = self._tensor(node.args[2])
-            return LinearStep(name, node.args[0].name, node.name, bias, factor, shape, image, rows, finish, activation)
+            return LinearStep(name, node.args[0].name, shape, rows, finish, bias, node.name, factor, image, activation)
 
         if image is not None:
             rows, shape = Rows(node.name), shapes[node.name].shape

@@ -132,15 +132,15 @@ class _AddressMap:
         for call in plan.calls:
             if isinstance(call.arguments, ctypes.Structure):
                 for address in _written_addresses(call.arguments):
-                    self._locate(address, written=True)
+                    self.place(address, written=True)
             elif call.arguments is not None:
-                self._locate(call.arguments[0].data_ptr(), written=True)
+                self.place(call.arguments[0].data_ptr(), written=True)
 
     def _take(self, size: int) -> int:
         start, self.work = self.work, self.work + -(-size // ALIGNMENT) * ALIGNMENT
         return start
 
-    def _locate(self, address: int, *, written: bool = False) -> tuple[str, int]:
+    def place(self, address: int, *, written: bool = False) -> tuple[str, int]:
         """Return the region and offset of an address. written: True if a call writes to it."""
         base = self._addresses[bisect_right(self._addresses, address) - 1]
         assert 0 <= address - base <= self._sizes[base], "an address outside the memory of the plan"
@@ -162,9 +162,6 @@ class _AddressMap:
             self._known[content] = len(self._constants)
             self._constants += content
         return self._known[content]
-
-    def place(self, address: int) -> list[Any]:
-        return list(self._locate(address))
 
     def view(self, value: Tensor) -> dict[str, Any]:
         """Return the description of a tensor as a view of memory."""

@@ -50,46 +50,41 @@ class _SourceStep:
 
 
 @dataclass(frozen=True)
-class NormStep(_SourceStep):
-    """LayerNorm or RMSNorm over the last dimension. shape: the shape of its result after the moves of its rows.
+class _RowStep(_SourceStep):
+    """A step that moves the rows of its result, and adds the value that `rows` adds. shape: after these moves."""
 
-    about_zero: True for RMSNorm, which does not subtract the mean.
-    """
-
-    weight: Tensor | None
-    bias: Tensor | None
-    epsilon: float
-    about_zero: bool
     shape: torch.Size
     rows: Rows
     finish: Finish
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.source,) if self.rows.added is None else (self.rows.added, self.source)
-
-
-@dataclass(frozen=True)
-class LinearStep(_SourceStep):
-    """A product with a stored weight, plus bias, times a factor per column, plus the value that `rows` adds.
-
-    product: the name of the program's product. shape: the shape of the result after the moves of its rows; (B, L, O)
-    for a convolution. image: the (height, width) of a convolution's output, or None. activation: the activation before
-    the finish, one of `abi.ACTIVATIONS`; a `Lookup` has the activation in its tables instead.
-    """
-
-    product: str
     bias: Tensor | None
-    factor: Tensor | None
-    shape: torch.Size
-    image: torch.Size | None
-    rows: Rows
-    finish: Finish
-    activation: str = ""
 
     @property
     def reads(self) -> tuple[str, ...]:
         return (self.source,) if self.rows.added is None else (self.source, self.rows.added)
+
+
+@dataclass(frozen=True)
+class NormStep(_RowStep):
+    """LayerNorm, or RMSNorm (`about_zero`), which does not subtract the mean, over the last dimension."""
+
+    weight: Tensor | None
+    epsilon: float
+    about_zero: bool
+
+
+@dataclass(frozen=True)
+class LinearStep(_RowStep):
+    """A product with a stored weight, plus bias, times a factor per column. shape: (B, L, O) for a convolution.
+
+    product: the name of the program's product. image: the (height, width) of a convolution's output, or None.
+    activation: the activation before the finish, one of `abi.ACTIVATIONS`; a `Lookup` has the activation in its tables
+    instead.
+    """
+
+    product: str
+    factor: Tensor | None
+    image: torch.Size | None
+    activation: str = ""
 
 
 @dataclass(frozen=True)
