@@ -11,6 +11,7 @@ from adalog.graph.operations import resolve
 from adalog.runtime.native import abi
 from adalog.runtime.native.arena import Layout
 from adalog.runtime.native.compose import COMPOSED, compose
+from adalog.runtime.native.floats import COPY, FLOATS
 
 pytestmark = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
 
@@ -55,7 +56,17 @@ CASES = [
     ("max_pool2d.default", (X, (3, 3), (4, 4), (1, 1), (1, 1), True)),
     ("im2col.default", (X, (3, 3), (1, 1), (1, 1), (2, 2))),
     ("im2col.default", (LAST, (2, 3), (2, 1), (0, 2), (1, 3))),
+    *(("adaptive_avg_pool2d.default", (X, size)) for size in ((1, 1), (2, 3), (9, 10))),
 ]
+# Operations of one call, with the same bits as in PyTorch.
+SINGLE = [
+    *((f"{name}.Tensor", (X, LAST + 1)) for name in ("add", "sub", "mul", "div")),
+    *((f"{name}.default", (X, -LAST)) for name in ("maximum", "minimum")),
+    ("add.Tensor", (X, 0.1)),
+    ("cat.default", ((X, LAST), -2)),
+    ("reshape.default", (LAST, (2, -1))),
+]
+ROUNDED_ONCE = [("mean.dim", (X, (1,))), ("mean.dim", (X, (0, -1), True)), ("sqrt.default", (X.abs(),))]
 
 
 def composed(op, args, kwargs=()):
@@ -76,8 +87,19 @@ def test_composed_operations_are_what_torch_computes(op, args):
     assert torch.allclose(composed(op, args), resolve(op)(*args), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("op", "args"), SINGLE)
+def test_single_operations_have_the_bits_of_torch(op, args):
+    assert torch.equal(composed(f"aten.{op}", args), resolve(f"aten.{op}")(*args))
+
+
+@pytest.mark.parametrize(("op", "args"), ROUNDED_ONCE)
+def test_results_are_rounded_once(op, args):
+    wanted = resolve(f"aten.{op}")(args[0].double(), *args[1:]).float()
+    assert torch.equal(composed(f"aten.{op}", args), wanted)
+
+
 def test_each_operation_has_a_case():
-    assert COMPOSED.keys() == {f"aten.{op}" for op, _ in CASES}
+    assert {*COMPOSED, *FLOATS} - {COPY} <= {f"aten.{op}" for op, _ in CASES + SINGLE + ROUNDED_ONCE}
 
 
 def test_nan_spreads_and_zeros_are_positive():

@@ -5,7 +5,6 @@ import math
 from dataclasses import replace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -108,9 +107,10 @@ def test_tables_that_cannot_be(fields, match):
 # --- accumulators ----------------------------------------------------------------------------------------------------
 
 
-def check_accumulators(model, left, right, expected):
+def check_accumulators(model, left, right=None):
     """Both executors' from these codes, and their outputs beside the fake-quantized model's."""
     site = site_of(model)
+    expected = exact_sums(site, left, right)
     for makers in MAKERS:
         found = accumulated(site, *makers, left, right)
         assert len(found) == len(expected) == len(site.scales)
@@ -128,6 +128,19 @@ def check_accumulators(model, left, right, expected):
         assert torch.allclose(output, fake, rtol=1e-4, atol=1e-5 * float(fake.abs().max() + 1))
 
 
+def exact_sums(site, left, right):
+    """The sums of a site for each part of the left operand, in Python's own whole numbers."""
+    (other,) = whole(site.right, right if site.weight is None else site.weight)
+    parts = whole(site.left, left)
+    if site.geometry is None:
+        return [multiplied(part, other if site.weight is None else other.T) for part in parts]
+    sums = [convolved(part, other, *site.geometry) for part in parts]
+    # as they are summed: (B, groups, L, O / groups)
+    return [
+        images.reshape(len(left), site.groups, len(other) // site.groups, -1).transpose(0, 1, 3, 2) for images in sums
+    ]
+
+
 kinds = st.sampled_from(["uniform", "twin", *LOGS])
 tables = st.sampled_from([8, 16])
 extremes = st.sampled_from([0, 0, 1, 2])
@@ -136,17 +149,14 @@ extremes = st.sampled_from([0, 0, 1, 2])
 def linear(kind, widths, table, sizes, extreme, seed):
     batch, outputs, terms = sizes
     shapes = (batch, 3, terms), (outputs, terms)
-    model, codes, weight = stored_product(torch.Generator().manual_seed(seed), kind, widths, table, *shapes, extreme)
-    (other,) = whole(site_of(model).right, weight)
-    check_accumulators(model, codes, None, [multiplied(part, other.T) for part in whole(site_of(model).left, codes)])
+    model, codes, _ = stored_product(torch.Generator().manual_seed(seed), kind, widths, table, *shapes, extreme)
+    check_accumulators(model, codes)
 
 
 def attention(kind, widths, table, sizes, per_head, extreme, seed):
     batch, rows, terms, columns = sizes
     sizes = (batch, 2, rows, terms), columns, extreme, per_head
-    model, codes, others = computed_product(torch.Generator().manual_seed(seed), kind, widths, table, *sizes)
-    (wanted,) = whole(site_of(model).right, others)
-    check_accumulators(model, codes, others, [multiplied(part, wanted) for part in whole(site_of(model).left, codes)])
+    check_accumulators(*computed_product(torch.Generator().manual_seed(seed), kind, widths, table, *sizes))
 
 
 def convolution(kind, widths, table, sizes, geometry, plain, extreme, seed):
@@ -156,15 +166,11 @@ def convolution(kind, widths, table, sizes, geometry, plain, extreme, seed):
     own = (groups, 1, 1) if kind == "uniform" and each == 1 else ()
     pairs, offset = ((stride, 1), (padding, 0), (dilation, 1)), 0.17 if own_offset and kind in LOGS else 0.0
     shapes = (batch, groups * each, 5, 4), (outputs * groups, each, 2, 2)
-    model, codes, weight = stored_product(
+    model, codes, _ = stored_product(
         torch.Generator().manual_seed(seed), kind, widths, table, *shapes, extreme, own, (*pairs, groups), offset
     )
-    (other,) = whole(site_of(model).right, weight)
-    expected = [convolved(part, other, *pairs, groups) for part in whole(site_of(model).left, codes)]
-    # as they are summed: (B, groups, L, O / groups)
-    ordered = [sums.reshape(batch, groups, outputs, -1).transpose(0, 1, 3, 2) for sums in expected]
     with mock.patch.object(products, "_SUMS_PLAINLY", plain and products._SUMS_PLAINLY):
-        check_accumulators(model, codes, None, ordered)
+        check_accumulators(model, codes)
 
 
 few = st.integers(1, 3)
@@ -210,34 +216,30 @@ def test_large_sums(terms, width, accumulators):
     codes = torch.zeros(2, 1, terms, dtype=torch.uint8)
     weight = torch.full((2, terms), 2**width - 1, dtype=torch.uint8)
     model = model_of("aten.linear.default", left, right, codes.shape, None, weight)
-    assert site_of(model).bits == accumulators
-    wanted = np.full((2, 1, 2), terms * 2**15 * (2**width - 1), dtype=object)
-    check_accumulators(model, codes, None, [wanted])
+    assert (site_of(model).bits, site_of(model).bounds) == (accumulators, (terms * 2**15 * (2**width - 1),))
+    check_accumulators(model, codes)
 
 
 @pytest.mark.parametrize("zero_point", [300, -300, 70_000])
-@pytest.mark.parametrize("op", ["aten.linear.default", "aten.matmul.default", "aten.conv2d.default"])
-def test_zero_points_far_from_the_codes(op, zero_point):
+@pytest.mark.parametrize(
+    ("op", "shape", "other", "geometry"),
+    [
+        ("aten.linear.default", (2, 3, 5), (6, 5), ()),
+        ("aten.matmul.default", (2, 3, 5), (2, 5, 4), ()),
+        ("aten.conv2d.default", (2, 4, 5, 4), (4, 2, 2, 2), ((1, 1), (1, 0), (1, 1), 2)),
+    ],
+)
+def test_zero_points_far_from_the_codes(op, shape, other, geometry, zero_point):
     """Values that are all far from zero have such zero points: their integers do not fit in a byte."""
     generator = torch.Generator().manual_seed(0)
     left = UniformQuantizer(torch.tensor(0.5), torch.tensor(float(zero_point)), 4)
-    codes = codes_of(generator, 4, (2, 4, 5, 4) if op == "aten.conv2d.default" else (2, 3, 5), 0)
-    (whole_left,) = whole(left, codes)
+    codes, others = codes_of(generator, 4, shape, 0), codes_of(generator, 4, other, 0)
     if op == "aten.matmul.default":
         right = UniformQuantizer(torch.tensor(0.25), torch.tensor(-float(zero_point)), 4)
-        others = codes_of(generator, 4, (2, 5, 4), 0)
-        model = model_of(op, left, right, codes.shape, others.shape)
-        check_accumulators(model, codes, others, [multiplied(whole_left, *whole(right, others))])
-    elif op == "aten.linear.default":
-        right, weight = uniform(generator, 4, 6, 1), codes_of(generator, 4, (6, 5), 0)
-        model = model_of(op, left, right, codes.shape, None, weight)
-        check_accumulators(model, codes, None, [multiplied(whole_left, whole(right, weight)[0].T)])
+        check_accumulators(model_of(op, left, right, shape, other), codes, others)
     else:
-        right, weight = uniform(generator, 4, 4, 1, 1, 1), codes_of(generator, 4, (4, 2, 2, 2), 0)
-        geometry = (1, 1), (1, 0), (1, 1), 2
-        model = model_of(op, left, right, codes.shape, None, weight, geometry)
-        sums = convolved(whole_left, *whole(right, weight), *geometry).reshape(2, 2, 2, -1).transpose(0, 1, 3, 2)
-        check_accumulators(model, codes, None, [sums])
+        right = uniform(generator, 4, other[0], *[1] * (len(other) - 1))
+        check_accumulators(model_of(op, left, right, shape, None, others, geometry), codes)
 
 
 # --- the choice of a table -------------------------------------------------------------------------------------------

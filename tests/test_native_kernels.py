@@ -18,7 +18,7 @@ from adalog.quantizers import UniformQuantizer
 from adalog.runtime import native
 from adalog.runtime.native import abi, products
 from adalog.runtime.native.arena import Layout
-from adalog.runtime.native.tables import Lookup, search_tables, steps_of
+from adalog.runtime.native.tables import Lookup, steps_of
 from stored import packed
 from strategies import bits, normal, seeds
 from test_run import HOSTILE
@@ -66,27 +66,6 @@ def test_rows_have_their_places(level, columns, count, data):
     wanted = torch.zeros_like(floats)
     wanted[places[places >= 0].long()] = (plain + residual[added_to.long()])[places >= 0]
     assert torch.equal(floats, wanted)
-
-
-def looked_up(x, thresholds, values):
-    """The search of native.cpp, place by place."""
-    depth, heap, entries = search_tables(thresholds, values)
-    found = []
-    for value in x.tolist():
-        at = 1
-        for _ in range(depth):
-            at = 2 * at + (value < heap[at].item())
-        found.append(int(entries[at - 2**depth]))
-    return torch.tensor(found)
-
-
-@given(st.integers(0, 70), seeds)
-def test_searches(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    thresholds = torch.randn(count, generator=generator).sort().values
-    values = torch.randint(256, (count + 1,), generator=generator)
-    x = torch.cat([thresholds, torch.randn(20, generator=generator)])
-    assert torch.equal(looked_up(x, thresholds, values), values[torch.searchsorted(thresholds, x, right=True)])
 
 
 @every_level

@@ -18,7 +18,7 @@ from adalog import ArtifactError, Calibration, library
 from adalog.export import to_pack
 from adalog.inputs.zoo import DEMO_PREPROCESSING
 from commands import call, refusal, say
-from stored import header_of, rebuilt, refused
+from stored import header_of, packed, rebuilt, refused
 from toys import Toy
 
 pytestmark = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
@@ -107,21 +107,19 @@ def attending():
 def test_composed_operations(fast, tmp_path):
     net, x = attending()
     model = Calibration(net, x).quantize(fast)
-    model.save(tmp_path / "model.safetensors")
-    (tmp_path / "model.adalog").write_bytes(to_pack(tmp_path / "model.safetensors", (1, 3)))
     wanted = model.compile("native")(x)
-    assert np.array_equal(adalog.run.load(tmp_path / "model.adalog")(x.numpy()), wanted.numpy())
+    assert np.array_equal(adalog.run.load(packed(model, tmp_path / "model.adalog", (1, 3)))(x.numpy()), wanted.numpy())
     assert float((wanted - model(x)).norm() / wanted.norm()) < 0.02  # where float noise moves values over thresholds
 
 
 def test_operations_that_only_torch_runs(fast, tmp_path):
     net = Toy(lambda m, x: m.fc(x.cumsum(1).exp().cumsum(1)), fc=nn.Linear(8, 3))
-    Calibration(net, torch.randn(4, 6, 8)).quantize(fast).save(tmp_path / "model.safetensors")
+    model = Calibration(net, torch.randn(4, 6, 8)).quantize(fast)
     told = (
         r"only PyTorch runs these operations \(number of steps\): aten.cumsum.default \(2\), aten.exp.default \(1\). "
     )
     with pytest.raises(ArtifactError, match=told + "Run the model with PyTorch"):
-        to_pack(tmp_path / "model.safetensors", (1,))
+        packed(model, tmp_path / "model.adalog")
 
 
 def test_the_command(artifact, monkeypatch, capsys, tmp_path):

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,37 +56,33 @@ class PlanCall:
 
 
 class Arena:
-    """Memory that steps share: once no later step reads a value, its memory is used again. nbytes: the total bytes."""
+    """Memory that steps share: once no later step reads a value, its memory is used again."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[Tensor]] = {}
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # by size
         self.blocks: list[Tensor] = []  # all memory of the arena, free or taken
-        self._in_use: dict[int, tuple[int, Tensor]] = {}  # by address: size class, memory
-        self._live: dict[int, int] = {}  # by address: the number of values there
-        self.nbytes = 0
+        self._in_use: dict[int, Tensor] = {}  # by address
+        self._live = Counter[int]()  # by address: the number of values there
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Take memory for a tensor. It stays taken until `drop` or `give_scratch` frees it."""
         count = math.prod(shape)
         size = max(64, -(-count * dtype.itemsize // 64) * 64)
-        if self._free.get(size):
-            memory = self._free[size].pop()
-        else:
-            memory = torch.zeros(size, dtype=torch.uint8)
-            self.blocks.append(memory)
-            self.nbytes += size
-        self._in_use[memory.data_ptr()] = (size, memory)
+        if not self._free[size]:
+            self.blocks.append(torch.zeros(size, dtype=torch.uint8))
+            self._free[size].append(self.blocks[-1])
+        memory = self._free[size].pop()
+        self._in_use[memory.data_ptr()] = memory
         return memory[: count * dtype.itemsize].view(dtype).view(shape)
 
     def _give(self, address: int) -> None:
         if address in self._in_use:
-            size, memory = self._in_use.pop(address)
-            self._free.setdefault(size, []).append(memory)
+            memory = self._in_use.pop(address)
+            self._free[len(memory)].append(memory)
 
     def hold(self, value: Any) -> None:
         """Count a value as a user of its memory."""
-        for address in addresses(value):
-            self._live[address] = self._live.get(address, 0) + 1
+        self._live.update(addresses(value))
 
     def drop(self, value: Any) -> None:
         """Stop counting a value, and free its memory if it was the last value there."""

@@ -49,7 +49,7 @@ class Plan:
         self.program, self.functions, self.shapes = program, functions, [value.shape for value in inputs]
         self.statics, self.pointers, self.results = emitter.statics, emitter.pointers, emitter.results
         self.fallbacks, self.layout = emitter.fallbacks, emitter.layout  # the layout owns the memory of the calls
-        self.calls, self.nbytes = self.layout.calls, self.layout.arena.nbytes
+        self.calls, self.nbytes = self.layout.calls, sum(map(len, self.layout.arena.blocks))
         self._lock, self._runs = threading.Lock(), [call.run for call in self.calls]
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
