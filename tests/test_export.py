@@ -107,15 +107,9 @@ def write(quantize):
 
 
 @pytest.fixture(scope="module")
-def small(tiniest, images):
-    """The calibration of a vision transformer with one block."""
-    return Calibration(tiniest, images)
-
-
-@pytest.fixture(scope="module")
-def vit(small):
+def vit(tiniest, images):
     """A quantized vision transformer with one block."""
-    return small.quantize(FAST)
+    return Calibration(tiniest, images).quantize(FAST)
 
 
 @pytest.fixture(scope="module")
@@ -166,21 +160,12 @@ def test_both_forms_are_certified(one, images):
         ("convolutions", 6, "integer", {"tables": "u16"}),
         ("convolutions", 6, "mixed", {"post_gelu": "twin"}),
         ("convolutions", 8, "integer", {}),
+        *(("attention", 4, form, {"post_gelu": "twin"}) for form in export.FORMS),
+        ("indices", 8, "mixed", {}),
     ],
 )
 def test_widths_and_quantizers(quantize, images, kind, bits, form, choices):
     assert_certified(quantize(kind, bits, **choices), form, images)
-
-
-@pytest.mark.slow
-def test_operations_that_choose_values(quantize, images):
-    assert_certified(quantize("indices", 8), "mixed", images)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", export.FORMS)
-def test_a_searched_model_of_every_kind_of_quantizer(small, images, form):
-    assert_certified(small.quantize(replace(FAST, post_gelu="twin")).quantized, form, images)
 
 
 @pytest.mark.slow
@@ -359,10 +344,6 @@ def test_values_below_the_lift(beyond):
     )
     for form in export.FORMS:
         assert_certified(quantized, form, 0.3 * torch.randn(64, 8, generator=torch.Generator().manual_seed(0)))
-
-
-def test_two_outputs(images):
-    assert_certified(with_outputs(lambda self, x: (self.head(x), self.box(x)), images), "integer", images)
 
 
 def test_outputs_that_are_not_floats(images):

@@ -44,7 +44,7 @@ def write_folder(path: Path, contents: Mapping[str, bytes]) -> None:
 @contextmanager
 def _replacing(path: Path) -> Iterator[tuple[Path, Path]]:
     """Yield a temporary path and the one that it shall replace; remove what is at the former if an error is raised."""
-    try:
+    with writing(path):
         _check_target(path)
         target = Path(os.path.realpath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -57,32 +57,25 @@ def _replacing(path: Path) -> Iterator[tuple[Path, Path]]:
             else:
                 temporary.unlink(missing_ok=True)
             raise
-    except OSError as cause:
-        raise write_error(path, cause) from cause
 
 
 def check_folder(path: Path) -> None:
     """Raise DataError if `write_folder` would certainly fail at this path."""
-    try:
-        exists = path.exists() or path.is_symlink()
-    except OSError as cause:
-        raise write_error(path, cause) from cause
-    if exists:
-        raise DataError(f"{path} exists already: name a new folder, or remove it")
+    with writing(path):
+        if path.exists() or path.is_symlink():
+            raise DataError(f"{path} exists already: name a new folder, or remove it")
     check_writable(path)
 
 
 def check_writable(path: Path) -> None:
     """Raise DataError if `write_whole` would certainly fail at this path."""
-    try:
+    with writing(path):
         _check_target(path)
         folder = next(parent for parent in Path(os.path.realpath(path)).parents if parent.exists())
         if not folder.is_dir():
             raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if not os.access(folder, os.W_OK | os.X_OK):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as cause:
-        raise write_error(path, cause) from cause
 
 
 def _check_target(path: Path) -> None:
@@ -97,9 +90,13 @@ def _check_target(path: Path) -> None:
         raise OSError(errno.EACCES, "Write-protected")
 
 
-def write_error(path: Path, cause: OSError) -> Exception:
-    """Return the error to raise for a file that cannot be written: OSError if the disk is full, else DataError."""
-    if cause.errno in _FULL:
-        message = f"{path} cannot be written: {cause.strerror}; free some space, or choose another folder"
-        return OSError(cause.errno, message)
-    return DataError(f"{path} cannot be written: {cause.strerror}; choose a file in a folder that you may write to")
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Convert an OSError into one that names the path if the disk is full, and otherwise into a DataError."""
+    try:
+        yield
+    except OSError as cause:
+        refusal = f"{path} cannot be written: {cause.strerror}; "
+        if cause.errno in _FULL:
+            raise OSError(cause.errno, f"{refusal}free some space, or choose another folder") from cause
+        raise DataError(f"{refusal}choose a file in a folder that you may write to") from cause

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from adalog.errors import ArtifactError, DataError
-from adalog.files import check_writable, write_error
+from adalog.files import check_writable, writing
 
 _DAMAGE = (ArtifactError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 
@@ -45,7 +45,7 @@ class FinishedParts:
 
     def add(self, name: str, content: dict[str, Any]) -> None:
         lines = [self._header] * (self._last != self._header) + [{"name": name, **content}]
-        try:
+        with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
                 if self._whole is not None:
@@ -53,8 +53,6 @@ class FinishedParts:
                 file.write("".join(json.dumps(line) + "\n" for line in lines))
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as cause:
-            raise write_error(self.path, cause) from cause
         self._last, self._whole = self._header, None
 
     @contextmanager

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from adalog import artifact
-from adalog.errors import AdalogError, ArtifactError, one_line
+from adalog.errors import AdalogError, ArtifactError, converting, one_line
 from adalog.extras import extra_module
-from adalog.files import write_error, write_whole
+from adalog.files import write_whole, writing
 from adalog.graph.program import present_leaves
 from adalog.ledger import float_lines, ledger_table
 from adalog.quantized import QuantizedProgram
@@ -48,10 +48,8 @@ def save(quantized: QuantizedProgram, folder: Path, classes: Sequence[str], figu
     content = artifact.serialise(quantized)
     files["README.md"] = card(quantized, len(content), figures or {}, prepared=PREPROCESSING in files)
     contents = {FILE: content, **{name: text.encode() for name, text in files.items()}}
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as cause:
-        raise write_error(folder, cause) from cause
     for name, written in contents.items():
         write_whole(folder / name, written)
     if PREPROCESSING not in files:
@@ -173,14 +171,10 @@ def locate(path: str, revision: str | None = None) -> Path:
         if revision is not None:
             raise ValueError(f"revision = {revision!r} is only for a repository of the Hub: leave it out for {path}")
         return Path(path)
-    try:
+    way_out = f"; name a repository of the Hub that has {FILE}, or a folder"
+    # No network, an invalid name, or a repository without such a file.
+    with converting(ArtifactError, f"{path} cannot be loaded: ", way_out):
         return Path(extra_module("huggingface_hub", "hf").hf_hub_download(name, FILE, revision=revision))
-    except AdalogError:
-        raise
-    except Exception as cause:  # no network, an invalid name, or a repository without such a file
-        raise ArtifactError(
-            f"{path} cannot be loaded: {one_line(cause)}; name a repository of the Hub that has {FILE}, or a folder"
-        ) from cause
 
 
 def _folder(name: str) -> Path | None:
@@ -196,7 +190,8 @@ def push(quantized: QuantizedProgram, repository: str, folder: Path, *, private:
 
     Raises AdalogError if that fails.
     """
-    try:
+    # No network, missing rights, or an invalid name.
+    with converting(AdalogError, f"{repository} cannot be written: ", "; log in, or choose another name"):
         api = extra_module("huggingface_hub", "hf").HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
         commit = api.upload_folder(
@@ -205,13 +200,7 @@ def push(quantized: QuantizedProgram, repository: str, folder: Path, *, private:
             commit_message=f"A model quantized to {quantized.config.bits}",
             delete_patterns=[PREPROCESSING],  # left by another model; files of this upload are not deleted
         )
-    except AdalogError:
-        raise
-    except Exception as cause:  # no network, missing rights, or an invalid name
-        raise AdalogError(
-            f"{repository} cannot be written: {one_line(cause)}; log in, or choose another name"
-        ) from cause
-    return str(commit)
+        return str(commit)
 
 
 def _processor(preprocessing: Mapping[str, Any]) -> dict[str, Any] | None:

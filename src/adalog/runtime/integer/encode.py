@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.quantizers import Bins, LogQuantizer, Quantizer, UniformQuantizer, log_thresholds
+from adalog.quantizers import Bins, LogQuantizer, Quantizer, UniformQuantizer
 from adalog.runtime.integer.digits import Digits, multiplies_rows
 from adalog.runtime.integer.memory import CHUNK, chunks, is_channels_last, is_transposed, scratch
 from adalog.runtime.reference import IntegerSite
@@ -183,16 +183,7 @@ def value_thresholds(quantizer: LogQuantizer) -> Tensor:
     A value has code k if it is at most thresholds[k - 1] and above thresholds[k]. This is exact: the quotient of the
     value and the scale lies on the same side of the quantizer's own threshold.
     """
-    quotients = log_thresholds(
-        quantizer.q,
-        quantizer.r,
-        quantizer.bits,
-        beyond=quantizer.beyond,
-        rounding=quantizer.rounding,
-        table=quantizer.table,
-        headroom=quantizer.headroom,
-    )
-    return _largest_values(quotients.float(), quantizer.scale.cpu().reshape(()))
+    return _largest_values(quantizer.steps()[1].flip(0).float(), quantizer.scale.cpu().reshape(()))
 
 
 def _largest_values(quotients: Tensor, scale: Tensor) -> Tensor:

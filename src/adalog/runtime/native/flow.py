@@ -31,6 +31,11 @@ class Flow:
         self.outputs = frozenset(refs_of(program.output))
         self._readers = program.consumers()
         self._constants: dict[str, Any] = dict(program.tensors)
+        self._varying = set(program.inputs)
+        for node in program.nodes:
+            varies = node.op in (ENCODE, PRODUCT) or not self._varying.isdisjoint(node.refs())
+            if varies and not isinstance(self.shapes.get(node.name), int):
+                self._varying.add(node.name)
 
     def readers(self, name: str) -> list[Node]:
         """Return the nodes that read a value."""
@@ -55,16 +60,7 @@ class Flow:
 
     def is_constant(self, name: str) -> bool:
         """Return True if a value is the same for all inputs of this shape."""
-        pending_names, visited = [name], set[str]()
-        while pending_names:
-            current = pending_names.pop()
-            if current in visited or current in self._constants or isinstance(self.shapes.get(current), int):
-                continue
-            if current not in self.nodes or self.nodes[current].op in (ENCODE, PRODUCT):
-                return False
-            visited.add(current)
-            pending_names += self.nodes[current].refs()
-        return True
+        return name not in self._varying
 
     def constant(self, name: str) -> Any:
         """Return a value that is the same for all inputs of this shape."""
