@@ -17,10 +17,9 @@ from adalog.runtime.native import flow, recognise
 from adalog.runtime.native.steps import Rows
 from stored import deserialise, serialise
 from toys import Toy, values
-from whole_numbers import PORTABLE
+from whole_numbers import PORTABLE, needs_kernels
 
 LEVELS = library.levels()
-needs_kernels = pytest.mark.skipif(not LEVELS, reason=f"no kernels: {library.why()}")
 # The kernels are tested at every level in test_native_kernels.py; a whole model is quickly tested at the best one.
 every_level = pytest.mark.parametrize(
     "level",

@@ -21,11 +21,11 @@ from adalog.runtime.native.arena import Layout
 from adalog.runtime.native.tables import Lookup, steps_of
 from stored import packed
 from strategies import bits, normal, seeds
+from test_native_model import FLAGS
 from test_run import HOSTILE
-from whole_numbers import left_quantizer, model_of, site_of
+from whole_numbers import left_quantizer, model_of, needs_kernels, site_of
 
 LEVELS = library.levels()
-needs_kernels = pytest.mark.skipif(not LEVELS, reason=f"no kernels: {library.why()}")
 every_level = pytest.mark.parametrize("level", LEVELS or [pytest.param("none", marks=needs_kernels)])
 few = settings(max_examples=12)  # at each level
 tables = st.sampled_from([8, 16])
@@ -329,13 +329,8 @@ def under_sanitizers(tmp_path_factory):
     if not all("/" in path for path in preloaded):
         pytest.skip("needs the sanitizers of g++")
     built = tmp_path / "_native.so"
-    flags = [
-        *("-O0", "-g1", "-std=c++17", "-shared", "-fPIC", "-pthread"),  # compiling takes longer than running
-        *("-fsanitize=address,undefined", "-fno-sanitize-recover"),
-        # The address sanitizer reports null, there are no virtual functions, and the last two take half of the compile.
-        "-fno-sanitize=null,object-size,vptr,alignment,pointer-overflow",
-        *("--param", "asan-instrumentation-with-call-threshold=0"),  # calls in place of code in place, which is slower
-    ]
+    # The last two sanitizers take half of the compile.
+    flags = [*FLAGS, "-std=c++17", "-shared", "-fPIC", "-fno-sanitize=alignment,pointer-overflow"]
     subprocess.run([compiler, *flags, *map(str, SOURCES), "-o", str(built)], check=True)
     environment = {
         "ADALOG_NATIVE": str(built),

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import adalog
-from adalog import ArtifactError, Calibration, Config, ProgramError, QuantizedModel, Search, library
+from adalog import ArtifactError, Calibration, Config, ProgramError, QuantizedModel, Search
 from adalog.baselines import ReleasedSearch, ScaleSearch
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, Program, Ref
@@ -23,7 +23,7 @@ from adalog.runtime.vectors import vectors
 from stored import deserialise, serialise
 from strategies import normal
 from toys import Toy
-from whole_numbers import EXECUTORS, PORTABLE, convolved, model_of
+from whole_numbers import EXECUTORS, PORTABLE, convolved, model_of, needs_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -281,9 +281,6 @@ def test_a_linear_of_the_attention_and_inputs_with_gradients():
 
 
 # --- what a kernel does not take --------------------------------------------------------------------------------------
-
-
-needs_kernels = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
 
 
 def quickly(function, *shape, bits="w4a4", **modules):

@@ -9,16 +9,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import zoo
-from adalog import Calibration, CaptureError, artifact, library
+from adalog import Calibration, CaptureError, artifact
 from adalog.errors import ArtifactError, ProgramError
 from adalog.graph.capture import capture
 from adalog.quantized import _TAKEN
 from adalog.runtime.reference import FREE_TERMS
 from stored import deserialise, rebuilt, serialise, setting
 from toys import Toy, assert_same, model_of
+from whole_numbers import EXECUTORS, needs_kernels
 
 SIZES = [(40, 56), (64, 64), (45, 83)]
-EXECUTORS = ("reference", "torch", *(["native"] if library.levels() else []))
 
 
 def of_size(height, width, batch=2):
@@ -332,7 +332,7 @@ def test_other_shapes_are_told_what_is_free(free):
         free(torch.zeros(2, 1, 40, 56))
 
 
-@pytest.mark.skipif(not library.levels(), reason="installed without a compiler")
+@needs_kernels
 def test_native_holds_a_plan_for_each_shape(free):
     compiled = free.compile("native")
     plan = compiled.prepare(2, (3, 45, 83))
@@ -341,6 +341,11 @@ def test_native_holds_a_plan_for_each_shape(free):
     assert compiled.prepare(2) is not plan
     with pytest.raises(ProgramError, match="program was not captured for inputs of"):
         compiled.prepare(1, (3, 16, 16))
+    with pytest.raises(ProgramError, match="elements, but a batch of this size may take"):
+        compiled.prepare(1, (3, 10**6, 10**6))
+    for shapes in ((3, 40, 56), ((3, 40, 56), (3, 40, 56))):
+        with pytest.raises(ValueError, match=r"give one \(C, H, W\) for each of the 1 inputs"):
+            compiled.prepare(2, *shapes)
 
 
 HEIGHT = ["h", "aten.sym_size.int", [{"ref": "x"}, 2], {}, ""]
@@ -460,16 +465,6 @@ def test_a_size_that_a_rule_cannot_be_computed_for_is_refused(free_tokens):
     loaded(of_size(48, 56))
     with pytest.raises(ProgramError, match=r"program was not captured for inputs of \(3, 44, 56\)"):
         loaded(of_size(44, 56))
-
-
-@pytest.mark.skipif(not library.levels(), reason="installed without a compiler")
-def test_native_says_which_shapes_it_wants(free_tokens):
-    compiled = free_tokens.compile("native")
-    for shapes in ((3, 40, 56), ((3, 40, 56), (3, 40, 56))):
-        with pytest.raises(ValueError, match=r"give one \(C, H, W\) for each of the 1 inputs"):
-            compiled.prepare(2, *shapes)
-    with pytest.raises(ProgramError, match="elements, but a batch of this size may take"):
-        compiled.prepare(1, (3, 10**6, 10**6))
 
 
 def test_shapes_that_are_taken_are_not_kept_without_end(free_tokens):

@@ -1,6 +1,7 @@
 """Products of quantized operands: models that are one product, and exact oracles in whole numbers."""
 
 import numpy as np
+import pytest
 import torch
 
 from adalog import Config, QuantizedModel, library
@@ -14,6 +15,7 @@ from adalog.runtime import reference
 
 LOGS = {"log2": (1, 1, False), "log-sqrt2": (1, 2, False), "adalog": (0, 37, True)}
 PORTABLE = ("reference", "torch")
+needs_kernels = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
 EXECUTORS = [name for name in ALL if name in PORTABLE or library.levels()]  # native: see test_native.py too
 
 

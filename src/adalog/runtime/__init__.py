@@ -75,7 +75,7 @@ class Compiled(nn.Module):
             self.prepare(batch)
 
     def _prepare_plans(self) -> None:
-        makers: tuple[Any, Any, Any] = reference.CodeEncoder.key, reference.CodeEncoder, reference.CodeProduct
+        makers: tuple[Any, Any, Any] = lambda site: "codes", reference.CodeEncoder, reference.CodeProduct
         if self.executor == "torch":
             makers = integer.DigitEncoder.key, integer.DigitEncoder, integer.product
         elif self._context is not None:

@@ -201,11 +201,6 @@ class CodeEncoder:
     def __init__(self, quantizer: Quantizer, site: IntegerSite):
         self.quantizer = quantizer
 
-    @staticmethod
-    def key(site: IntegerSite) -> str:
-        """Return the key of a site. Sites with the same key share an encoded operand."""
-        return "codes"
-
     def __call__(self, x: Tensor) -> Tensor:
         return self.lift(self.quantizer.quantize(x.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)))
 
