@@ -65,8 +65,7 @@ def logits_of(output: Any) -> Any:
 
 def _class_names(quantized: QuantizedProgram, classes: Sequence[str]) -> list[str]:
     """Return a name for each logit, by default LABEL_0 and so on; the list is empty if the model has no logits."""
-    inputs = quantized.zeros(1, "meta")
-    output = logits_of(quantized.program.run_without_data(inputs)) if inputs else None
+    output = logits_of(quantized.program.run_without_data(quantized.zeros(1, "meta")))
     count = output.shape[1] if isinstance(output, torch.Tensor) and output.ndim == 2 else 0
     names = [f"LABEL_{index}" for index in range(count)] if not len(classes) else list(classes)
     if isinstance(classes, str) or not all(isinstance(name, str) for name in names):

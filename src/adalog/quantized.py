@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adalog.config import Config
+from adalog.errors import ArtifactError
 from adalog.graph.operations import FAKE_QUANTIZE, FLOAT_PRODUCTS, PRODUCTS
 from adalog.graph.program import Program
 from adalog.ledger import LedgerRow, error_lines, float_lines, ledger_table
@@ -86,7 +87,12 @@ class QuantizedProgram:
         return shapes_of
 
     def zeros(self, count: int, device: str | None = None) -> tuple[Tensor, ...]:
-        """Return inputs of zeros for so many images, on this device or on the device of `example`."""
+        """Return inputs of zeros for so many images, on this device or on the device of `example`.
+
+        Raises ArtifactError if `example` is empty.
+        """
+        if not self.example:
+            raise ArtifactError("the model was made without images, so its input shapes are unknown: set its `example`")
         return tuple(value.new_zeros((count, *value.shape[1:]), device=device) for value in self.example)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "QuantizedProgram":

@@ -312,12 +312,11 @@ def _store(model: Any, stored: Mapping[str, StoredWeight]) -> None:
             continue
         name, target = initializer.name, initializer.data_type
         for key, value in stored_tensors(name, weight).items():
-            kind = TensorProto.INT4 if key.endswith(".codes") and _is_narrow(value) else None
-            initializers.append(
-                numpy_helper.from_array(value, key)
-                if kind is None
-                else helper.make_tensor(key, kind, value.shape, pack_nibbles(value), raw=True)
-            )
+            if value.dtype == np.int8 and value.min(initial=0) >= -8 and value.max(initial=0) <= 7:
+                nibbles = pack_nibbles(value)
+                initializers.append(helper.make_tensor(key, TensorProto.INT4, value.shape, nibbles, raw=True))
+            else:
+                initializers.append(numpy_helper.from_array(value, key))
         last = f"{name}.codes"
         steps: list[tuple[str, list[str], dict[str, Any]]] = [("Cast", [last], {"to": target})]
         if weight.zero_point is not None:
@@ -342,11 +341,6 @@ def stored_tensors(name: str, weight: StoredWeight) -> dict[str, Any]:
     if weight.zero_point is not None:
         tensors[f"{name}.zero_point"] = weight.zero_point.contiguous().numpy().astype(np.float32)
     return tensors
-
-
-def _is_narrow(codes: Any) -> bool:
-    """Return True if signed integers of four bits can hold these codes."""
-    return bool(codes.dtype == np.int8 and codes.min(initial=0) >= -8 and codes.max(initial=0) <= 7)
 
 
 def pack_nibbles(codes: Any) -> bytes:

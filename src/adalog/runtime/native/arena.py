@@ -134,10 +134,6 @@ class Layout:
         run = functools.partial(FLOATS[operation], *map_leaves((out, *args), Tensor, Tensor.numpy))
         self.calls.append(PlanCall(self.step, operation, run, (out, args)))
 
-    def call_torch(self, operation: str, run: Callable[[], None]) -> None:
-        """Add an operation that torch runs."""
-        self.calls.append(PlanCall(self.step, operation, run, None))
-
     def take_scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Take memory until the end of the current step."""
         memory = self.arena.take(shape, dtype)

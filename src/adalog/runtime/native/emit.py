@@ -17,7 +17,7 @@ from adalog.graph.operations import MOVES
 from adalog.graph.program import Program, evaluate, map_leaves, refs_of
 from adalog.quantizers import UniformQuantizer
 from adalog.runtime.native import abi, products, steps
-from adalog.runtime.native.arena import Bytes, Layout, addresses, copy, in_memory
+from adalog.runtime.native.arena import Bytes, Layout, PlanCall, addresses, copy, in_memory
 from adalog.runtime.native.compose import compose
 from adalog.runtime.native.recognise import failing, recognise
 from adalog.runtime.native.tables import Codes, Finish
@@ -330,7 +330,7 @@ class _Emitter:
             else:
                 into(*args, **kwargs, out=static)
 
-        self.layout.call_torch(op, run)
+        self.layout.calls.append(PlanCall(self.layout.step, op, run, None))
         return Bytes(static) if isinstance(function, products.ByteEncoder) else static
 
 
