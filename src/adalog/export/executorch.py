@@ -25,7 +25,7 @@ from torch.nn import functional
 from adalog import version
 from adalog.errors import ArtifactError, converting, one_line
 from adalog.export.products import ProductTrace, StoredWeight
-from adalog.export.qdq import signed_weight, why_not_per_tensor
+from adalog.export.qdq import require_uniform, signed_weight
 from adalog.export.replay import NOTED, Makers, ProgramModule
 from adalog.extras import extra_module
 from adalog.graph.program import Node
@@ -53,9 +53,7 @@ class UniformEncoder(nn.Module):
     def __init__(self, quantizer: Quantizer, site: IntegerSite, name: str):
         super().__init__()
         self.name, self.quantizer = name, quantizer
-        reason = why_not_per_tensor(quantizer, "XNNPACK")
-        if reason or not isinstance(quantizer, UniformQuantizer):
-            raise ArtifactError(f"site {site.name}: its operand {name} {reason}: {_WAY_OUT}")
+        quantizer = require_uniform(quantizer, site, name, "XNNPACK", _WAY_OUT)
         self.scale, self.zero_point = float(quantizer.scale), int(quantizer.zero_point)
         self.top = 2**quantizer.bits - 1
 

@@ -37,9 +37,14 @@ class QdqEncoder(nn.Module):
     def __init__(self, quantizer: Quantizer, site: IntegerSite, name: str):
         super().__init__()
         self.name = name
-        reason = why_no_bytes(quantizer)
-        if reason:
-            raise ArtifactError(f"site {site.name}: its operand {name} {reason}: {_WAY_OUT}")
+        quantizer = require_uniform(quantizer, site, name, "the form qdq", _WAY_OUT)
+        zero_point, refusal = int(quantizer.zero_point) - symmetric_zero_point(quantizer.bits), ""
+        if quantizer.bits != _BITS:
+            refusal = f"{quantizer.bits} bits, and the form qdq takes {_BITS}"
+        elif zero_point:
+            refusal = f"the zero point {zero_point} in signed bytes, and the form qdq takes 0"
+        if refusal:
+            raise ArtifactError(f"site {site.name}: its operand {name} has {refusal}: {_WAY_OUT}")
         self.scale = nn.Buffer(quantizer.scale.reshape(()).clone())
         self.zero_point = nn.Buffer(torch.zeros((), dtype=torch.int8))
 
@@ -50,26 +55,14 @@ class QdqEncoder(nn.Module):
         return QdqOperand(Digit(name, codes, at=self.name, operand=self.name), value)
 
 
-def why_not_per_tensor(quantizer: Quantizer, target: str) -> str:
-    """Return the reason why an activation is not uniform with one scale, as the target needs, or ""."""
+def require_uniform(quantizer: Quantizer, site: IntegerSite, name: str, target: str, way_out: str) -> UniformQuantizer:
+    """Return the quantizer of an operand. Raises ArtifactError unless it is uniform with one scale."""
+    if isinstance(quantizer, UniformQuantizer) and quantizer.scale.numel() == 1:
+        return quantizer
+    refusal = f"has {quantizer.scale.numel()} scales, and {target} takes one per tensor"
     if not isinstance(quantizer, UniformQuantizer):
-        return f"has a quantizer of the kind {quantizer.kind}, and {target} takes uniform ones"
-    if quantizer.scale.numel() > 1:
-        return f"has {quantizer.scale.numel()} scales, and {target} takes one per tensor"
-    return ""
-
-
-def why_no_bytes(quantizer: Quantizer) -> str:
-    """Return the reason why an activation cannot be quantized to signed bytes with the zero point 0, or ""."""
-    reason = why_not_per_tensor(quantizer, "the form qdq")
-    if reason or not isinstance(quantizer, UniformQuantizer):
-        return reason
-    if quantizer.bits != _BITS:
-        return f"has {quantizer.bits} bits, and the form qdq takes {_BITS}"
-    half = symmetric_zero_point(quantizer.bits)
-    if int(quantizer.zero_point) != half:
-        return f"has the zero point {int(quantizer.zero_point) - half} in signed bytes, and the form qdq takes 0"
-    return ""
+        refusal = f"has a quantizer of the kind {quantizer.kind}, and {target} takes uniform ones"
+    raise ArtifactError(f"site {site.name}: its operand {name} {refusal}: {way_out}")
 
 
 class QdqProduct(nn.Module):

@@ -185,13 +185,7 @@ class _Recogniser:
         return node if node is not None and node.op == op and not node.kwargs else None
 
     def _norm_rows(
-        self,
-        name: str,
-        source: str,
-        weight: Tensor | None,
-        shift: Tensor | None,
-        epsilon: float,
-        about_zero: bool,
+        self, name: str, source: str, weight: Tensor | None, shift: Tensor | None, epsilon: float, about_zero: bool
     ) -> None:
         """Create the step of a norm over the last dimension, and of the moves and the addition after it."""
         columns = self._flow.shapes[name].shape[-1]
