@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from adalog import AdalogError, load
-from adalog.export.noise import noise_like
 from adalog.files import write_whole
 from adalog.graph.convolution import output_sizes
 from adalog.model import QuantizedModel
@@ -170,7 +169,7 @@ def trace(model: QuantizedModel, batch: int, roofs: Roofs, seconds: float = 2.0)
     is the time of a whole run divided by the sum of its calls' limits. Raises as `QuantizedModel.compile` does.
     """
     compiled = model.compile("native", threads=1, batch=batch, level=roofs.level)
-    plan, inputs = compiled.prepare(batch), noise_like(model.quantized, batch)
+    plan, inputs = compiled.prepare(batch), model.quantized.noise(batch)
     times: list[list[float]] = []
     whole: list[float] = []
 

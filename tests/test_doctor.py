@@ -14,7 +14,6 @@ import torch
 
 from adalog import library
 from adalog import version as source_version
-from adalog.export.noise import noise_like
 from adalog.runtime import EXECUTORS
 from adalog.runtime.native import Context
 from adalog.study import bench, doctor
@@ -163,7 +162,7 @@ def test_runs_go_on_for_their_seconds(monkeypatch):
 
 
 def test_inputs_have_the_types_of_the_example(quantized):
-    first, again = (noise_like(quantized.quantized, 3)[0] for _ in range(2))
+    first, again = (quantized.quantized.noise(3)[0] for _ in range(2))
     assert (first.shape, first.dtype) == ((3, 3, 32, 32), torch.float32)
     assert torch.equal(first, again)
 

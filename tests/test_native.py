@@ -3,7 +3,6 @@
 import functools
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,16 +52,6 @@ def test_batches_and_threads_change_nothing(quantized, images):
         assert torch.equal(alone(many[:batch]), wanted[:batch])
     assert torch.equal(alone(many.transpose(2, 3).contiguous().transpose(2, 3)), wanted)
     assert alone(many[:0]).shape == (0, 10)
-
-
-@pytest.mark.slow
-@needs_kernels
-def test_concurrent_calls(quantized, images):
-    model = quantized.compile("native", threads=2)
-    wanted = [model(images[: 1 + i % 4]) for i in range(8)]
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda i: model(images[: 1 + i % 4]), range(64)))
-    assert all(map(torch.equal, found, wanted * 8))
 
 
 @needs_kernels

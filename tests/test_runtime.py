@@ -189,16 +189,12 @@ def test_sums_that_grow_with_the_batch():
 
 
 @pytest.mark.slow
-def test_threads_have_memory_of_their_own(quantized, images):
-    model = quantized.compile()
-    wanted = [model(image[None]) for image in images]
-
-    @torch.no_grad()
-    def run(image):
-        return model(image[None])
-
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_concurrent_calls(executor, quantized, images):
+    model = quantized.compile(executor, threads=2 if executor == "native" else None)
+    wanted = [model(images[: 1 + i % 4]) for i in range(8)]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(run, [*images] * 8))
+        found = list(pool.map(lambda i: model(images[: 1 + i % 4]), range(64)))
     assert all(map(torch.equal, found, wanted * 8))
 
 

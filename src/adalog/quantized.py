@@ -95,6 +95,14 @@ class QuantizedProgram:
             raise ArtifactError("the model was made without images, so its input shapes are unknown: set its `example`")
         return tuple(value.new_zeros((count, *value.shape[1:]), device=device) for value in self.example)
 
+    def noise(self, count: int) -> tuple[Tensor, ...]:
+        """Return inputs for so many images: floats are the same normal noise in each call, other dtypes zeros."""
+        generator = torch.Generator().manual_seed(0)
+        return tuple(
+            torch.randn(value.shape, generator=generator, dtype=value.dtype) if value.is_floating_point() else value
+            for value in self.zeros(count)
+        )
+
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "QuantizedProgram":
         """Return the program with a function, such as a move or a cast, applied to every tensor; codes stay uint8."""
         example = tuple(function(value) if value.is_floating_point() else value for value in self.example)

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from adalog.export.certificate import Certificate, certify
+from adalog.export.certificate import NOISE_IMAGES, Certificate, certify
 from adalog.export.engines import ENGINES, Engine, to_openvino
 from adalog.export.executorch import is_executorch, to_executorch
 from adalog.export.executorch_certificate import certify_executorch, export_executorch
-from adalog.export.noise import IMAGES, noise_like
 from adalog.export.onnx import to_onnx
 from adalog.export.pack import to_pack
 from adalog.export.qdq import to_encodings
@@ -44,6 +43,6 @@ def export(
     """
     if form not in EVERY_FORM:
         raise ValueError(f"form = {form!r} is not one of {', '.join(EVERY_FORM)}")
-    noise = noise_like(quantized, IMAGES)
+    noise = quantized.noise(NOISE_IMAGES)
     content = to_onnx(quantized, form, source, selects="openvino" in engines)
     return content, [certify(quantized, source, content, [noise], engine=engine) for engine in engines]

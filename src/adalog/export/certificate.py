@@ -16,12 +16,13 @@ from adalog.export.engines import ELSEWHERE, Run, open_engine
 from adalog.export.onnx import KEY, as_array, graph_digest, inputs_of, package, stored_tensors, tensor_name
 from adalog.export.operands import Digit
 from adalog.export.replay import EVERY_FORM, MAKERS, OnnxForm, ProgramModule
-from adalog.graph.program import present_leaves
+from adalog.graph.program import map_leaves, present_leaves
 from adalog.quantized import QuantizedProgram
 from adalog.runtime import Compiled
 from adalog.runtime.reference import CodeProduct, IntegerSite
 
 FORMAT = 1
+NOISE_IMAGES = 2  # images of noise on which an export is certified before it is written
 SITE_IMAGES = 8  # images on which every site is compared; on further images, only the model's outputs are compared
 ROUNDING = 1e-5  # largest allowed error of a site's float product, as a fraction of its largest value
 # The share of codes that an engine may round the other way at the edge between two codes. A product returns few
@@ -85,10 +86,7 @@ class Certificate:
 
     def json(self) -> dict[str, Any]:
         """Return the certificate as JSON, with None for errors that are not finite."""
-        content = asdict(self)
-        content["own_error"] = self.own_error if math.isfinite(self.own_error) else None
-        for name, value in (self.error or {}).items():
-            content["error"][name] = value if math.isfinite(value) else None
+        content = map_leaves(asdict(self), float, lambda value: value if math.isfinite(value) else None)
         return {"format": FORMAT, "passed": self.passed, "accumulators_equal": self.accumulators_equal, **content}
 
     def text(self) -> str:

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from adalog.errors import ArtifactError
 from adalog.export import executorch
-from adalog.export.certificate import ROUNDING, Certificate, SiteReport, blank, compare_batches
-from adalog.export.noise import IMAGES, noise_like
+from adalog.export.certificate import NOISE_IMAGES, ROUNDING, Certificate, SiteReport, blank, compare_batches
 from adalog.quantized import QuantizedProgram
 from adalog.runtime import Compiled
 from adalog.runtime.reference import CodeProduct, IntegerSite, finish
@@ -22,7 +21,7 @@ def export_executorch(quantized: QuantizedProgram, source: str) -> tuple[bytes, 
     Do not use the file if the certificate fails. source: the SHA-256 of the artifact.
     Raises ArtifactError if the program cannot be exported to ExecuTorch, and DataError if a package is missing.
     """
-    noise = noise_like(quantized, IMAGES)
+    noise = quantized.noise(NOISE_IMAGES)
     content = executorch.to_executorch(quantized, source)
     certificate = blank(NAME, NAME, "torch", source, content, executorch.versions())
     _compare(certificate, quantized, content, [noise])

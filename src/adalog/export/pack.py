@@ -13,7 +13,6 @@ from safetensors.torch import save as to_safetensors
 
 from adalog import artifact, run, version
 from adalog.errors import ArtifactError
-from adalog.export.noise import noise_like
 from adalog.graph.program import leaves_of
 from adalog.runtime import Compiled
 from adalog.runtime.native.record import CONSTANTS, record
@@ -81,7 +80,7 @@ def to_pack(
             f"{path} and its tapes have {len(text)} bytes of JSON, more than {MAX_JSON}: choose fewer batch sizes"
         )
     packed: bytes = to_safetensors(tensors, {run.KEY: text})
-    noise = noise_like(quantized, sum(batches) + 1)  # every tape runs, and so does one with missing images
+    noise = quantized.noise(sum(batches) + 1)  # every tape runs, and so does one with missing images
     with TemporaryDirectory() as folder:
         file = Path(folder) / "pack"
         file.write_bytes(packed)

@@ -125,9 +125,7 @@ class OnnxProduct(nn.Module):
                 part = summand.to(torch.float32) * self.get_buffer(f"scale_{index}")
             total = part if total is None else total + part
         assert total is not None
-        if bias is None:
-            return total
-        return total + (bias if site.geometry is None else bias[:, None, None])
+        return site.add_bias(total, bias)
 
     @property
     def _has_units(self) -> bool:

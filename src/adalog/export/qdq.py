@@ -91,9 +91,7 @@ class QdqProduct(nn.Module):
             result = convolve(site, left.value, weight, name)
         rights = None if right is None else ((right.digit,),)
         self.traced = ProductTrace(((left.digit,),), rights, (name,), (self.scale,))
-        if bias is None:
-            return result
-        return result + (bias if site.geometry is None else bias[:, None, None])
+        return site.add_bias(result, bias)
 
     def _weight(self) -> Tensor:
         name, axis = f"{self.site.name}.weight", 1 if self.site.geometry is None else 0

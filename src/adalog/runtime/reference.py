@@ -87,6 +87,11 @@ class IntegerSite:
         # Every executor stores the channels last in memory, because the last bit of float operations may depend on it.
         return rows.transpose(1, 2).flatten(2).contiguous().transpose(1, 2).unflatten(2, self.sizes(shape))
 
+    def add_bias(self, output: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is None:
+            return output
+        return output + (bias if self.geometry is None else bias[:, None, None])
+
     def sizes(self, shape: torch.Size) -> tuple[int, ...]:
         """Return the (height, width) of a convolution's output for an input of this shape."""
         return output_sizes(shape[2:], *self.window)
@@ -242,7 +247,4 @@ def finish(site: IntegerSite, accumulators: list[Tensor], bias: Tensor | None, s
     """Return a site's output: accumulators times scales, plus the bias. shape: the shape of the left operand."""
     parts = [sums.to(scale.dtype) * scale for sums, scale in zip(accumulators, site.scales, strict=True)]
     result = sum(parts[1:], start=parts[0])
-    if site.geometry is None:
-        return result if bias is None else result + bias
-    result = site.image(result, shape)
-    return result if bias is None else result + bias[:, None, None]
+    return site.add_bias(result if site.geometry is None else site.image(result, shape), bias)

@@ -12,7 +12,6 @@ from torch import nn
 
 from adalog import library
 from adalog.errors import DataError, one_line
-from adalog.export.noise import noise_like
 from adalog.model import QuantizedModel
 from adalog.study import doctor
 
@@ -101,7 +100,7 @@ def bench(
         for executor in executors:
             start = time.perf_counter()
             model = load()
-            inputs = noise_like(model.quantized, batch)
+            inputs = model.quantized.noise(batch)
             if executor == FAKE:
                 run = functools.partial(model, *inputs)
                 count = sum(model.program.tensors[name].nbytes for name in model.program.weights)
@@ -112,7 +111,7 @@ def bench(
             run()
             runs[executor] = (on_one_thread(run) if executor == "native" else run, count, time.perf_counter() - start)
         if full is not None:
-            inputs = noise_like(load().quantized, batch)
+            inputs = load().quantized.noise(batch)
             count = sum(value.nbytes for value in full.parameters() if value.ndim > 1)
             try:
                 full(*inputs)
