@@ -69,13 +69,12 @@ class OnnxProduct(nn.Module):
     def _store(self, site: IntegerSite) -> None:
         """Store the weight as codes minus half of their range, so that codes of four bits fit in signed four bits."""
         assert site.weight is not None
+        codes, zero = site.right.integer(site.weight), torch.zeros(1, dtype=torch.int64)
         if isinstance(site.right, UniformQuantizer):
             half = 2 ** (site.right.bits - 1)
             codes, zero = site.weight.long() - half, site.right.zero_point.long() - half
-            zero = zero.reshape(-1, *[1] * (site.weight.ndim - 1)).expand(len(codes), *[1] * (codes.ndim - 1))
-        else:
-            codes = site.right.integer(site.weight)
-            zero = torch.zeros(len(codes), *[1] * (codes.ndim - 1), dtype=torch.int64)
+        ones = [1] * (codes.ndim - 1)
+        zero = zero.reshape(-1, *ones).expand(len(codes), *ones)
         if not self.bytes:
             if site.geometry is None:
                 codes, zero = codes.t(), zero.t()
@@ -86,10 +85,8 @@ class OnnxProduct(nn.Module):
                 self.stored_weights["weight_0"] = StoredWeight(codes, zero if bool(zero.any()) else None)
             return
         integers = codes - zero
-        if (
-            2 * max(map(_raw, site.left.limits())) * int(integers.abs().max()) < _PAIRS
-            and int(integers.abs().max()) < 128
-        ):
+        largest = int(integers.abs().max())
+        if largest < 128 and 2 * max(map(_raw, site.left.limits())) * largest < _PAIRS:
             # OpenVINO multiplies bytes only with weights that have no zero point.
             self.stored_weights["weight_0"] = StoredWeight(codes.t(), zero.t() if bool(zero.any()) else None)
             codes, zero, self.signed = integers, torch.zeros_like(zero), True

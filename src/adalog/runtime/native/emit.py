@@ -215,8 +215,7 @@ class _Emitter:
         out = (layout.results_by_token if by_token else layout.results)(step.finish, step.shape)
         *left, right = (layout.make_dense(plane, step.shape[:-2]) for plane in (*left, *right))
         left = [plane if plane.stride(-1) == 1 else layout.dense(plane) for plane in left]
-        arguments, alive = products.matrices(site, left, right, out[0])
-        layout.alive.append(alive)
+        arguments = products.matrices(site, left, right, out[0], layout.alive)
         arguments.out = layout.output(step.finish, out, _by_column(site.scales[0], step.shape), None)
         layout.call("product", arguments)
         return _value(step.finish, out)
@@ -230,11 +229,10 @@ class _Emitter:
         if k.stride(-2) != 1:
             k = layout.dense(k.transpose(-1, -2)).transpose(-1, -2)
         out, lead = layout.results_by_token(step.finish, step.shape), step.shape[:-2]
-        (left, *alive), (right, *alive_too), (values, *alive_as_well) = (
-            products.side([plane], lead, quantizer, transposed=plane is k)
+        left, right, values = (
+            products.side([plane], lead, quantizer, layout.alive, transposed=plane is k)
             for plane, quantizer in ((q, scores.left), (k, scores.right), (v, site.right))
         )
-        layout.alive += [alive, alive_too, alive_as_well]
         result = products.by_batch_and_head(out[0], lead)
         sizes = {"batches": len(result), "heads": result.shape[1], "rows": step.shape[-2], "terms": q.shape[-1]}
         factor = _by_column(scores.scales[0], (*step.shape[:-1], 1)) * step.factor * math.log2(math.e)

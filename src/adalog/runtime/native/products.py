@@ -168,10 +168,10 @@ class ByteProduct:
         lead = torch.broadcast_shapes(left[0].shape[:-2], right.shape[:-2])
         sums = torch.empty(*lead, left[0].shape[-2], right.shape[-1], dtype=torch.int32)
         if sums.numel():
-            arguments, alive = matrices(self.site, left, right, sums)
+            alive = list[Any]()
+            arguments = matrices(self.site, left, right, sums, alive)
             arguments.out = abi.Output(kind=abi.SUMS, **place(sums))
             self.context.run("product", arguments)
-            del alive
         return sums.long()
 
     def __call__(self, left: Planes, right: Planes | None = None, bias: Tensor | None = None) -> Tensor:
@@ -271,17 +271,17 @@ def window_fields(window: Sequence[Sequence[int]], image: Tensor) -> dict[str, A
     }
 
 
-def matrices(site: IntegerSite, left: Planes, right: Tensor, out: Tensor) -> tuple[abi.Matrices, list[Any]]:
-    """Return the arguments of a product of two computed operands, and the objects that must live as long.
+def matrices(site: IntegerSite, left: Planes, right: Tensor, out: Tensor, alive: list[Any]) -> abi.Matrices:
+    """Return the arguments of a product of two computed operands, without the field `out`.
 
-    The field `out` is not set. out: has the shape of the product; its strides locate the batches and heads.
+    out: has the shape of the product; its strides locate the batches and heads. alive: as for `side`.
     """
     lead = out.shape[:-2]
-    (one, *alive), (other, *alive_too) = side(left, lead, site.left, transposed=False), side([right], lead, site.right)
+    one, other = side(left, lead, site.left, alive, transposed=False), side([right], lead, site.right, alive)
     result = by_batch_and_head(out, lead)
     sizes = {"batches": len(result), "heads": result.shape[1], "rows": out.shape[-2], "columns": out.shape[-1]}
     places = {"out_batch": result.stride(0), "out_head": result.stride(1)}
-    return abi.Matrices(**sizes, terms=left[0].shape[-1], left=one, right=other, **places), [alive, alive_too]
+    return abi.Matrices(**sizes, terms=left[0].shape[-1], left=one, right=other, **places)
 
 
 def by_batch_and_head(value: Tensor, lead: Sequence[int]) -> Tensor:
@@ -293,11 +293,12 @@ def by_batch_and_head(value: Tensor, lead: Sequence[int]) -> Tensor:
 
 
 def side(
-    planes: Planes, lead: Sequence[int], quantizer: Quantizer, *, transposed: bool | None = None
-) -> tuple[abi.Side, Planes, Tensor]:
-    """Return the arguments of one operand of a product, and the objects that must live as long.
+    planes: Planes, lead: Sequence[int], quantizer: Quantizer, alive: list[Any], *, transposed: bool | None = None
+) -> abi.Side:
+    """Return the arguments of one operand of a product.
 
-    transposed: True if its columns are dense in memory, False if its rows are; None decides by the strides.
+    alive: gets the objects that must live as long as the arguments. transposed: True if the operand's columns are dense
+    in memory, False if its rows are; None decides by the strides.
     """
     planes = [by_batch_and_head(plane, lead) for plane in planes]
     if transposed is None:
@@ -308,7 +309,8 @@ def side(
     zero = torch.zeros(first.shape[1], dtype=torch.int32)
     if isinstance(quantizer, UniformQuantizer):
         zero += quantizer.zero_point.reshape(-1).to(torch.int32)
-    structure = abi.Side(
+    alive += [planes, zero]
+    return abi.Side(
         **_planes(planes),
         batch=first.stride(0),
         head=first.stride(1),
@@ -318,4 +320,3 @@ def side(
         transposed=transposed,
         top=top_of(entries_of(quantizer)),
     )
-    return structure, planes, zero
