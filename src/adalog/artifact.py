@@ -19,7 +19,7 @@ from torch import Tensor
 
 from adalog import version
 from adalog.config import Config
-from adalog.errors import ArtifactError, one_line
+from adalog.errors import ArtifactError, converting, one_line
 from adalog.files import write_whole
 from adalog.graph.operations import FAKE_QUANTIZE, OPERATIONS, PLACEMENT
 from adalog.graph.program import Arg, ModelOutput, Node, Program, Ref, refs_of
@@ -107,11 +107,9 @@ def encode(quantized: QuantizedProgram) -> bytes:
     }
     if program.rule is not None:
         header["rule"] = [[_encode_node(node) for node in program.rule.nodes], _encode(program.rule.output)]
-    try:
+    with converting(ArtifactError, "a note or an argument cannot be written as JSON: "):
         check_text(header)
         text = json.dumps(header, separators=(",", ":"), allow_nan=False)
-    except (RecursionError, TypeError, ValueError) as cause:
-        raise ArtifactError(f"a note or an argument cannot be written as JSON: {one_line(cause)}") from cause
     # There is only one metadata key, because safetensors does not fix the order of several.
     content = to_safetensors(tensors, {KEY: text})
     table_of(content)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from adalog import artifact
-from adalog.errors import AdalogError, ArtifactError, converting, one_line
+from adalog.errors import AdalogError, ArtifactError, converting
 from adalog.extras import extra_module
 from adalog.files import write_whole, writing
 from adalog.graph.program import present_leaves
@@ -37,12 +37,9 @@ def save(quantized: QuantizedProgram, folder: Path, classes: Sequence[str], figu
     preprocessing = quantized.provenance.get("preprocessing")
     files = {"config.json": _json(config)}
     if isinstance(preprocessing, Mapping):
-        try:
+        refusal = "the preprocessing that the artifact notes is not valid ("
+        with converting(ArtifactError, refusal, "): quantize the model again"):
             processor = _processor(preprocessing)
-        except (AttributeError, LookupError, TypeError, ValueError) as cause:
-            raise ArtifactError(
-                f"the preprocessing that the artifact notes is not valid ({one_line(cause)}): quantize the model again"
-            ) from cause
         if processor is not None:
             files[PREPROCESSING] = _json(processor)
     content = artifact.serialise(quantized)

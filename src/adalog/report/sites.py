@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adalog.calibration.operands import operand_kinds
-from adalog.errors import ArtifactError, one_line
+from adalog.errors import ArtifactError, converting
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node
 from adalog.graph.sites import find_blocks, find_sites
@@ -157,13 +157,10 @@ def examine(
     `adalog quantize` would not make.
     """
     histograms = {} if images is None else _observe(quantized, images, progress)
-    try:
+    refusal = f"{name} holds a program that a report cannot show ("
+    with converting(ArtifactError, refusal, "); make it with `adalog quantize`"):  # even one that runs may be malformed
         model_cost = cost(quantized.program, quantized.example)
         sites = _facts(quantized, model_cost, histograms)
-    except (AttributeError, IndexError, KeyError, TypeError) as cause:  # even a program that runs may be malformed
-        raise ArtifactError(
-            f"{name} holds a program that a report cannot show ({one_line(cause)}); make it with `adalog quantize`"
-        ) from cause
     return ReportData(name, content, quantized, model_cost, sites, 0 if images is None else len(images))
 
 
