@@ -215,20 +215,19 @@ class _Recogniser:
             bias = self._tensor(node.args[2])
             return LinearStep(name, node.args[0].name, shape, rows, finish, bias, node.name, factor, image, activation)
 
+        self.pending[node.name] = step(Rows(node.name), None)
+        if len(site.scales) > 1:  # a kernel can add the second part only to floats
+            return
         if image is not None:
             rows, shape = Rows(node.name), shapes[node.name].shape
             columns = torch.arange(shape[1], dtype=torch.int32)[:, None, None].expand(shape)
         else:
             rows = rows_behind(self._flow, node.name, len(weight))
             columns = self._flow.columns(node.name, rows.last)
-        if len(site.scales) > 1:  # a kernel can add the second part only to floats
-            self.pending[node.name] = step(Rows(node.name), None)
-            return
         finish = self._finish_of(rows.last, columns)
         if finish is not None:
             self._replace(rows.gone, step(rows, finish))
             return
-        self.pending[node.name] = step(Rows(node.name), None)
         activation = _activation(self._flow, node.name)
         if activation is not None:
             last, inside, function = activation
