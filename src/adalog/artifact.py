@@ -8,6 +8,7 @@ Reading runs no code: a program may only name the operations of `graph.operation
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -219,12 +220,10 @@ def table_of(content: bytes) -> dict[str, Any]:
 
 def sizes(content: bytes) -> dict[str, int]:
     """Count the bytes of an artifact by what they hold. The counts sum to its size."""
-    parts = {"header": len(content), "codes": 0, "scale": 0, "zero_point": 0, "float": 0}
+    counts = Counter(codes=0, scale=0, zero_point=0, float=0)
     for tensor in tensor_sizes(content).values():
-        for part, count in tensor.items():
-            parts[part] = parts.get(part, 0) + count
-            parts["header"] -= count
-    return parts
+        counts.update(tensor)
+    return {"header": len(content) - counts.total(), **counts}
 
 
 def tensor_sizes(content: bytes) -> dict[str, dict[str, int]]:
