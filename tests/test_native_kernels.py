@@ -295,7 +295,7 @@ for level in library.levels():
             places = structure.kernel[0] * structure.kernel[1]
             structure.pairs = random.choice([(places + 1) // 2, (places + 1) // 2, 1, 300])
             structure.zero = memory(min(max(structure.channels, 1), 2**20))
-            structure.factors = memory(min(max(4 * structure.pairs * structure.channels, 1), 2**20))
+            structure.factors = memory(min(max(2 * structure.factor_count, 1), 2**20))
         done += context.bind(name, structure)() == 0
         if handle:
             context._library.adalog_weights_free(handle)

@@ -121,6 +121,11 @@ class Patches(ctypes.Structure):
 class Depthwise(ctypes.Structure):
     _fields_ = _fields(*_WINDOW, ("zero factors", c_void_p), ("pairs", c_int64), ("out", Output))
 
+    @property
+    def factor_count(self) -> int:
+        """Number of factors, including the zeros that fill the last pair."""
+        return 2 * int(self.pairs) * int(self.channels)
+
 
 STRUCTURES = (Steps, Output, Linear, Side, Matrices, Attention, Norm, Encode, Patches, Depthwise)
 KERNELS = {
