@@ -4,7 +4,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -116,44 +116,32 @@ def test_without_a_processor_of_transformers_the_card_says_so(noted, tmp_path, c
 
 @pytest.fixture
 def fake(monkeypatch):
-    """What is asked of the hub, and answers that a test may set."""
-    asked, answers = [], {}
-
-    def answer(name):
-        def call(*given, **named):
-            asked.append((name, given, named))
-            if isinstance(answers.get(name), Exception):
-                raise answers[name]
-            return answers.get(name)
-
-        return call
-
-    api = SimpleNamespace(create_repo=answer("create_repo"), upload_folder=answer("upload_folder"))
-    fake = SimpleNamespace(hf_hub_download=answer("hf_hub_download"), HfApi=lambda: api)
+    """In place of the package huggingface_hub."""
+    fake = mock.MagicMock()
     monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
-    return SimpleNamespace(asked=asked, answers=answers)
+    return fake
 
 
 def test_a_repository_is_downloaded_at_its_revision(fake, folder, noted, images):
-    fake.answers["hf_hub_download"] = str(folder / hub.FILE)
+    fake.hf_hub_download.return_value = str(folder / hub.FILE)
     loaded = adalog.load("hf:owner/name", revision="v1")
     assert torch.equal(loaded(images), noted(images))
-    assert fake.asked == [("hf_hub_download", ("owner/name", hub.FILE), {"revision": "v1"})]
+    assert fake.mock_calls == [mock.call.hf_hub_download("owner/name", hub.FILE, revision="v1")]
 
 
 def test_what_the_hub_holds_is_read_as_any_file(fake, tmp_path):
     (tmp_path / "hostile").write_bytes(b"\x80\x04code")
-    fake.answers["hf_hub_download"] = str(tmp_path / "hostile")
+    fake.hf_hub_download.return_value = str(tmp_path / "hostile")
     with pytest.raises(ArtifactError, match="hf:owner/name"):
         adalog.load("hf:owner/name")
 
 
 def test_a_hub_that_fails(fake, noted):
-    fake.answers["hf_hub_download"] = OSError("no network\nat all")
+    fake.hf_hub_download.side_effect = OSError("no network\nat all")
     why = r"^hf:owner/name cannot be loaded: .*no network; name a repository[^\n]*$"
     with pytest.raises(ArtifactError, match=why):
         adalog.load("hf:owner/name")
-    fake.answers["create_repo"] = PermissionError("not yours")
+    fake.HfApi().create_repo.side_effect = PermissionError("not yours")
     with pytest.raises(AdalogError, match=r"owner/name cannot be written: .*not yours; log in, or choose another name"):
         noted.push_to_hub("owner/name")
 
@@ -166,9 +154,10 @@ def test_an_upload(fake, noted):
         seen["told"] = (repo_id, commit_message, delete_patterns)
         return "https://example.org/owner/name"
 
-    sys.modules["huggingface_hub"].HfApi().upload_folder = upload
+    api = fake.HfApi()
+    api.upload_folder.side_effect = upload
     assert noted.push_to_hub("owner/name", private=True, classes=CLASSES) == "https://example.org/owner/name"
-    assert fake.asked == [("create_repo", ("owner/name",), {"private": True, "exist_ok": True})]
+    assert api.create_repo.mock_calls == [mock.call("owner/name", private=True, exist_ok=True)]
     assert seen["told"] == ("owner/name", "A model quantized to w4a4", ["preprocessor_config.json"])
     assert seen[hub.FILE] == serialise(noted)
     assert sorted(seen) == ["README.md", "config.json", hub.FILE, "preprocessor_config.json", "told"]
