@@ -50,7 +50,6 @@ from unittest import mock
 import pytest
 import torch
 import typer
-from PIL import Image
 from torch import nn
 
 from adalog import Calibration, Config, Correction, Reconstruction, Search, library
@@ -64,6 +63,7 @@ from adalog.quantizers import Assignment, LogFormat, LogQuantizer, UniformFormat
 from adalog.search import forms, objective
 from adalog.search.operand import Operand
 from adalog.search.product import Product
+from commands import write_images
 
 SCRIPTS = Path(publish.__file__).parent
 QUICK = Search(init=(4, 2), parents=1, steps=0, rounds=1)
@@ -470,14 +470,8 @@ def test_page(tiny_demo, result_of, tmp_path):
 @pytest.fixture
 def real_folder(tmp_path, monkeypatch):
     """40 images of noise, 4 of them queries, and a model that makes features of them."""
-    images = (normal(40, 3, 8, 8) * 60 + 128).clamp(0, 255).to(torch.uint8)
     folder = tmp_path / "real"
-    for index, pixels in enumerate(images):
-        path = folder / ("query" if index < 4 else "support") / f"{index}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(path)
-    rows = [f"{path.relative_to(folder)},{index % 5}" for index, path in enumerate(sorted(folder.rglob("*.png")))]
-    (folder / "labels.csv").write_text("\n".join(["file,label", *rows]))
+    write_images(folder, {f"{'query' if index < 4 else 'support'}/{index}.png": index % 5 for index in range(40)})
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 56, 56), torch.nn.Flatten(), torch.nn.Linear(128, 12)).eval()
     monkeypatch.setattr(realbench, "load_model", lambda folder: model)

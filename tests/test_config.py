@@ -105,23 +105,17 @@ def test_json_round_trip(method):
     assert Config.from_json(plain.to_json()) == plain
 
 
-def test_json_names_the_search():
-    search = ReleasedSearch(progressive=False, steps=2, rounds=1)
-    text = Config(search=search).to_json()
-    assert json.loads(text)["search"] == {"kind": "released", "progressive": False, "steps": 2, "rounds": 1}
-    assert Config.from_json(text).search == search
-    assert json.loads(Config().to_json())["search"]["kind"] == "bounds"
-
-
 @pytest.mark.parametrize(
     ("kind", "search"),
     [
+        ("bounds", Search(steps=6)),
+        ("released", ReleasedSearch(progressive=False, steps=2, rounds=1)),
         ("ranges", RangeSearch((0.9, 1.0), share="power-of-two", powers=2, symmetric_weights=True)),
         ("scales", ScaleSearch("cosine", (0.5, 2.0), 7, 1, row_scales=True, probes=3, released=True)),
     ],
 )
 @pytest.mark.parametrize("stage", [None, Evolution(passes=2, radius=0.1), BlockRefinement(3, (0.9, 1.1), 0.25)])
-def test_json_names_the_rivals_searches(kind, search, stage):
+def test_json_names_the_search_and_the_stages(kind, search, stage):
     config = Config(search=search, stages=(stage,) if stage else (), post_softmax="uniform", post_gelu="uniform")
     text = config.to_json()
     assert json.loads(text)["search"]["kind"] == kind
@@ -139,9 +133,6 @@ def test_methods_tell_their_sources_and_choices():
     assert plain["search"] == {"kind": "scales", "rounds": 1}
     assert plain["stages"] == [{"kind": "blocks"}]
     assert METHODS["adalog"].to_json(Config.defaults()) == {}
-    for name, method in METHODS.items():
-        again = Config.from_json(json.dumps(method.to_json(Config.defaults())))
-        assert again == Config.preset("w4a4", name)
 
 
 @pytest.mark.parametrize(
@@ -215,13 +206,6 @@ def test_json_may_leave_defaults_out():
     assert Config.from_json("{}") == Config()
     short = Config.from_json('{"weight_bits": 3, "search": {"steps": 6}}')
     assert short == Config(weight_bits=3, search=Search(steps=6))
-
-
-def test_configs_do_not_change():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().weight_bits = 3
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Search().steps = 3
 
 
 @pytest.mark.parametrize("field", ["weight_bits", "activation_bits", "softmax_bits", "input_bits"])
@@ -347,29 +331,18 @@ def test_pins_of_another_form_are_refused(pinned, told):
         Config(pinned=pinned)
 
 
-def test_the_paper_to_the_letter_folds_with_each_channels_own_range():
-    assert Config.preset("w8a8", "adalog-paper").search.fold_ranges == "own"
-    assert Config().search.fold_ranges == "best"
-
-
-def test_the_methods_of_papers_count_all_rows_alike():
-    assert Config().search.importance > 0
-    assert Config.preset("w4a4", "adalog-paper").search.importance == 0
-
-
-def test_symmetric_quantizers_are_stored():
-    for config in (
-        Config(weights="symmetric"),
-        Config(activations="symmetric", stages=(Reconstruction(scales=False),)),
-    ):
-        assert Config.from_json(config.to_json()) == config
+def test_the_paper_to_the_letter_folds_with_own_ranges_and_counts_all_rows_alike():
+    paper, ours = Config.preset("w8a8", "adalog-paper").search, Config().search
+    assert (paper.fold_ranges, ours.fold_ranges) == ("own", "best")
+    assert paper.importance == 0 < ours.importance
 
 
 def test_fields_that_were_added_later_are_stored_only_if_they_differ_from_their_defaults():
     assert json.loads(Config().to_json()).keys().isdisjoint({"activations", "per_group"})
-    stored = json.loads(Config(activations="symmetric", per_group=False).to_json())
-    assert stored["activations"] == "symmetric"
-    assert stored["per_group"] is False
+    config = Config(weights="symmetric", activations="symmetric", stages=(), per_group=False)
+    stored = json.loads(config.to_json())
+    assert (stored["activations"], stored["per_group"]) == ("symmetric", False)
+    assert Config.from_json(config.to_json()) == config
 
 
 def test_training_takes_other_steps_and_batches():

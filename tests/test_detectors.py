@@ -13,7 +13,7 @@ from PIL import Image
 from adalog import METHODS, DataError
 from adalog.detection import demo
 from adalog.detection.demo.scenes import scene
-from commands import refusal, say
+from commands import refusal
 
 pytest.importorskip("torchvision")
 pytest.importorskip("pycocotools")
@@ -99,7 +99,3 @@ def test_an_image_that_cannot_be_read_ends_the_run(tmp_path):
 def test_bad_input(arguments, told, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert told in refusal(monkeypatch, capsys, *arguments, main=main)
-
-
-def test_the_table_is_listed(monkeypatch, capsys):
-    assert "AP of detectors" in say(monkeypatch, capsys, main=main)

@@ -9,7 +9,6 @@ import math
 import xml.etree.ElementTree as ET
 
 import matplotlib as mpl
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -21,7 +20,8 @@ from adalog.ledger import LedgerRow
 from adalog.quantizers import LogQuantizer
 from adalog.study.drawing import render
 from adalog.study.levels import Panel, level_figure
-from commands import forked, refusal, say
+from commands import forked, refusal, say, write_images
+from test_cli_images import CLASSIFIER
 
 LOG = LogQuantizer(torch.tensor(2.0), 30, 37, 3, offset=0.17, keeps_offset=True)
 
@@ -108,17 +108,6 @@ def test_an_index_of_pictures():
     assert all(caption for _, caption in files.values())
 
 
-MODEL = """
-import torch
-from torch import nn
-from adalog.inputs.images import Preprocessing
-
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.GELU(), nn.Linear(16, 7)), Preprocessing((8, 8), (8, 8))
-"""
-
-
 def files_of(*names):
     return [f"{name}.{form}" for name in names for form in ("png", "svg")]
 
@@ -126,11 +115,8 @@ def files_of(*names):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("figures")
-    (folder / "own.py").write_text(MODEL)
-    (folder / "images").mkdir()
-    generator = np.random.default_rng(0)
-    for index in range(4):
-        Image.fromarray(generator.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(folder / "images" / f"{index}.png")
+    (folder / "own.py").write_text(CLASSIFIER)
+    write_images(folder / "images", {f"{index}.png": 0 for index in range(4)})
     return folder
 
 

@@ -15,7 +15,7 @@ import torch
 
 import adalog
 from adalog import Calibration, Config, Correction, DataError, Resources, Search
-from adalog.baselines import BlockRefinement, Evolution, ScaleSearch, SplitUniformQuantizer, TwinUniformQuantizer
+from adalog.baselines import SplitUniformQuantizer, TwinUniformQuantizer
 from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Scratch
 from adalog.device import default_memory
@@ -33,9 +33,10 @@ from adalog.search.operand import Operand
 from adalog.search.product import Product
 from commands import forked, forking
 from stored import serialise
+from test_methods import brief
+from toys import BRIEF
 
 pytestmark = pytest.mark.usefixtures("captured_once")
-BRIEF = Search(init=(8, 4), parents=4, steps=0, rounds=1, compare_uniform=False)
 
 
 class StopHere(Exception):
@@ -44,18 +45,6 @@ class StopHere(Exception):
 
 # What decides how a method refines its scales.
 REFINED = {"apq-vit": ("candidates", "rounds", "probes"), "evol-q": ("passes", "cycles", "population")}
-
-
-def brief(method):
-    """A method's choices with searches that take little time."""
-    config = replace(Config.preset("w4a4", method), images=4)
-    if isinstance(config.search, ScaleSearch):
-        config = replace(config, search=replace(config.search, candidates=4, rounds=1, probes=1))
-    if method == "apq-vit":
-        config = replace(config, stages=(BlockRefinement(candidates=3, rounds=1, probes=1),))
-    if method == "evol-q":
-        config = replace(config, stages=(Evolution(passes=1, cycles=3),))
-    return replace(config, search=BRIEF) if method == "adalog" else config
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +227,7 @@ def test_another_seed_or_refinement_is_another_calibration(tmp_path, seeded, met
     with pytest.raises(DataError, match="holds searches of another"):
         seeded[1].assign(config, Resources(partial=path))
     for field in REFINED.get(method, ()):
-        other = replace(config, stages=(replace(config.stages[0], **{field: 2}),))
+        other = replace(config, stages=(replace(config.stages[0], **{field: 5}),))
         assert other != config
         with pytest.raises(DataError, match="holds searches of another"):
             seeded[0].assign(other, Resources(partial=path))

@@ -14,14 +14,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.distributed import DistNetworkError, HashStore
 
 import adalog
-from adalog import Calibration, Config, Resources, Search
+from adalog import Calibration, Config, Resources
 from adalog.calibration.partial import Partial
 from adalog.choices import Correction, Reconstruction
 from adalog.cli import main
@@ -30,8 +28,9 @@ from adalog.quantizers import Assignment
 from adalog.ranks import _PIECE, Codec, Ranks
 from adalog.study.evaluate import Contest, PreparedImages
 from adalog.study.sensitivity import sensitivity
-from commands import call, forked, run
+from commands import call, forked, run, write_images
 from stored import serialise
+from toys import BRIEF
 
 
 def together(work, world=2, store=None):
@@ -268,7 +267,6 @@ def test_variables_that_are_no_numbers_are_named(monkeypatch, name, value, told)
 # --- the work of the library -----------------------------------------------------------------------------------------
 
 
-BRIEF = Search(init=(8, 4), parents=4, steps=0, rounds=1, compare_uniform=False)
 RECONSTRUCTION = Reconstruction(images=24, iterations=4, batch=8)
 
 
@@ -354,10 +352,7 @@ def place(tmp_path_factory):
     """A folder with a model and images."""
     folder = tmp_path_factory.mktemp("job")
     (folder / "own.py").write_text(OWN)
-    (folder / "images").mkdir()
-    pixels = np.random.default_rng(0).integers(0, 255, (32, 32, 32, 3), dtype=np.uint8)
-    for number, each in enumerate(pixels):
-        Image.fromarray(each).save(folder / "images" / f"{number:02}.png")
+    write_images(folder / "images", {f"{number:02}.png": 0 for number in range(32)})
     return folder
 
 

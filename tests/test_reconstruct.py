@@ -33,13 +33,13 @@ from adalog.study.evaluate import predict
 from recorded import Operations, like_an_accelerator, record, without_data
 from stored import deserialise, serialise
 from strategies import normal
-from toys import TOKENS, Toy, all_values, distance, learned_query, tokens_config
+from toys import BRIEF, TOKENS, Toy, all_values, distance, learned_query, tokens_config
 from zoo import timm_vit
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 SHORT = Search(rounds=1, steps=1, rough_rows=0)
 LOW = Config(weight_bits=2, activation_bits=3, softmax_bits=3, images=8, search=SHORT, stages=())
-SHORTEST = replace(LOW, search=Search(init=(8, 4), parents=4, steps=0, rounds=1, compare_uniform=False))
+SHORTEST = replace(LOW, search=BRIEF)
 STAGE = Reconstruction(images=24, iterations=24, batch=8, drop=0.1, rate=0.05, scale_rate=0.01)
 WHOLE_MODEL = Reconstruction(images=24, iterations=16, rate=0.05, scale_rate=0.01, drop=0.0, scope="model")
 

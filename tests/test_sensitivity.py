@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from adalog import Calibration, Config, DataError, Resources, Search
-from adalog.calibration.operands import operand_kinds
 from adalog.graph.rewrite import rewrite
 from adalog.quantizers import QuantizedTensor, UniformQuantizer
 from adalog.report import read_sensitivity
@@ -26,10 +25,6 @@ ROWS = torch.randn(5, 6, 16, generator=torch.Generator().manual_seed(4))
 @pytest.fixture(scope="module")
 def found(calibration, fast):
     return sensitivity(calibration, fast, [JUDGED], (3, 8))
-
-
-def kinds_of(group):
-    return operand_kinds(group.first.role, group.first.left_source.kind)
 
 
 def fitting(x, w, x_hat, w_hat):
@@ -63,8 +58,8 @@ def whole_losses(calibration, config, width, images):
         expected = calibration.program.run([images]).double().softmax(1)
         for group, assignment in calibration.assign(config):
             product = calibration.product(group, assignment, config)
-            for kind in set(kinds_of(group)):
-                changed = alone(product, assignment, kinds_of(group), kind)
+            for kind in set(module._kinds(group)):
+                changed = alone(product, assignment, module._kinds(group), kind)
                 output = rewrite(calibration.program, [(group, changed)]).run([images]).double().softmax(1)
                 losses[group.name, kind] = float((expected * (expected / output).log()).sum(1).mean())
     return losses
@@ -185,7 +180,7 @@ def test_several_outputs_are_judged_by_their_mean_relative_error():
     group, assignment = calibration.assign(choices)[0]
     assert [site.name for site in group.sites] == ["one", "two"]
     for row in found.rows:
-        changed = alone(calibration.product(group, assignment, choices), assignment, kinds_of(group), row.operand)
+        changed = alone(calibration.product(group, assignment, choices), assignment, module._kinds(group), row.operand)
         with torch.no_grad():
             outputs = rewrite(calibration.program, [(group, changed)]).run([ROWS])
             expected = calibration.program.run([ROWS])

@@ -9,10 +9,9 @@ import torch
 from PIL import Image
 
 from adalog import DataError
-from adalog.inputs.images import ImageSet, Preprocessing, find_images, find_support
+from adalog.inputs.images import ImageSet, find_images, find_support
 from adalog.inputs.shards import Member
-
-RAW = Preprocessing((4, 4), (4, 4), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), rescale=1.0)
+from test_images import RAW, reds
 
 
 def picture(red):
@@ -35,10 +34,6 @@ def tar(path, members, **kinds):
             info.type, info.linkname = kind, "/etc/passwd"
             archive.addfile(info)
     return path
-
-
-def reds(images):
-    return images[:, 0, 0, 0].int().tolist()
 
 
 def labelled(*reds_and_labels, first=0):

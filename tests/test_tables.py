@@ -32,7 +32,7 @@ from adalog.inputs.zoo import LoadedModel
 from adalog.methods import label
 from adalog.study.cost import cost
 from adalog.study.evaluate import mcnemar
-from commands import call, refusal, run, say
+from commands import call, refusal, run, say, write_images
 from test_cli import MODELS
 
 pytestmark = pytest.mark.usefixtures("captured_once")
@@ -371,6 +371,7 @@ def test_they_are_listed(monkeypatch, capsys):
     rows = json.loads(say(monkeypatch, capsys, "--json", "-", main=main))
     assert [row["table"] for row in rows] == ["1", "2", "3", "4", "5", "A", "B", "C", "D"]
     assert all(row["title"] for row in rows)
+    assert "AP of detectors" in say(monkeypatch, capsys, main=main)
 
 
 @pytest.fixture
@@ -443,11 +444,7 @@ def test_a_classifier_in_a_folder_and_its_images(tmp_path):
     assert loaded.name == "timm:deit_tiny_patch16_224"
     assert torch.equal(loaded.module.state_dict()["head.weight"], weights["head.weight"])
     names = ["query/a.png", "support/b.png", "query/c.png", "support/d.png", "support/e.png"]
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        Image.new("RGB", (256, 256)).save(tmp_path / name)
-    labels = "".join(f"{name},{number}\n" for number, name in enumerate(names))
-    (tmp_path / "labels.csv").write_text(f"file,label\n{labels}")
+    write_images(tmp_path, {name: number for number, name in enumerate(names)})
     bench = Bench.of(loaded, tmp_path, 3)
     assert [path.name for path in bench.pool.paths] == ["b.png", "d.png", "e.png"]
     assert bench.labels.tolist() == [0, 2]

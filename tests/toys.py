@@ -6,13 +6,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from adalog import Config
+from adalog import Config, Search
 from adalog.graph.capture import capture
 from adalog.graph.operations import OPERATIONS
 from adalog.study.evaluate import predict
 
 IMAGES = torch.randn(7, 3, 32, 32, generator=torch.Generator().manual_seed(2))
 SMALL_IMAGES = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+BRIEF = Search(init=(8, 4), parents=4, steps=0, rounds=1, compare_uniform=False)
 TOKENS = torch.randn(8, 6, 8, generator=torch.Generator().manual_seed(0)) * 2 + 1  # (B, N, C)
 
 
