@@ -39,7 +39,7 @@ from adalog import METHODS, Calibration, Config, Resources
 from adalog.inputs.images import ImageSet, draw_indices
 from adalog.model import quickest
 from adalog.study.doctor import machine
-from adalog.study.evaluate import Nearest, divergence, predict, score
+from adalog.study.evaluate import Nearest, PreparedImages, divergence, in_batches, predict, score
 
 IMAGES = 32
 
@@ -93,7 +93,12 @@ class RealBench:
 
     def outputs(self, network: Callable[[Tensor], Any], jobs: int, batch: int = 20) -> Tensor:
         """Return the outputs of a network for all images. jobs: batches that run at once."""
-        return predict(network, self.images.batches(self.preprocessing, batch=batch, jobs=jobs), jobs=jobs)
+        images = PreparedImages(self.images, self.preprocessing)
+
+        def run(numbers: range) -> Tensor:
+            return predict(network, images(numbers), batch=batch)
+
+        return torch.cat(in_batches(len(images), run, Resources(jobs), batch=batch))
 
     def classes(self, network: Callable[[Tensor], Any], jobs: int, batch: int = 20) -> Tensor:
         """Return the class that a network gives to each query."""

@@ -73,30 +73,11 @@ def test_logits_of_hugging_face():
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
-def test_batches_and_tensors_give_the_same_in_order(jobs):
+def test_batches_give_the_same_in_order(jobs):
     model = Model()
     want = predict(model, IMAGES, batch=len(IMAGES))
     assert torch.equal(predict(model, IMAGES, batch=4, jobs=jobs), want)
     assert sorted(model.batches) == [3, 4, 4, 11]
-    assert torch.equal(predict(model, iter(IMAGES.split(2)), jobs=jobs), want)
-
-
-@pytest.mark.parametrize("jobs", [1, 3])
-def test_batches_are_not_read_far_ahead(jobs):
-    finished = []
-
-    def slow(batch):
-        time.sleep(0.01)
-        finished.append(len(batch))
-        return batch.flatten(1)
-
-    def batches():
-        for number, batch in enumerate(IMAGES.split(1), 1):
-            assert number - len(finished) <= jobs + 1
-            yield batch
-
-    predict(slow, batches(), jobs=jobs)
-    assert len(finished) == len(IMAGES)
 
 
 @pytest.mark.parametrize(
@@ -120,9 +101,8 @@ def test_other_outputs_are_refused(wrap, told):
 
 
 def test_no_images_are_refused():
-    for nothing in (IMAGES[:0], iter(())):
-        with pytest.raises(DataError, match="no images"):
-            predict(Model(), nothing)
+    with pytest.raises(DataError, match="no images"):
+        predict(Model(), IMAGES[:0])
 
 
 class Watched:

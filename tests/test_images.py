@@ -565,11 +565,10 @@ def test_selecting_keeps_order_and_labels(ten):
         ImageSet(ten.paths, (1,))
 
 
-@pytest.mark.parametrize("jobs", [1, 3])
-def test_batches_are_the_whole(ten, jobs):
-    batches = list(ten.batches(RAW, batch=4, jobs=jobs))
+def test_batches_are_the_whole(ten):
+    batches = list(ten.batches(RAW, batch=4))
     assert [len(batch) for batch in batches] == [4, 4, 2]
-    assert torch.equal(torch.cat(batches), ten.load(RAW, jobs=jobs))
+    assert torch.equal(torch.cat(batches), ten.load(RAW))
 
 
 def test_batches_are_read_when_asked_for(ten):

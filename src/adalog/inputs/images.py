@@ -352,10 +352,10 @@ class ImageSet:
                 pass
         return images
 
-    def batches(self, preprocessing: Preprocessing, *, batch: int = 20, jobs: int = 1) -> Iterator[Tensor]:
+    def batches(self, preprocessing: Preprocessing, *, batch: int = 20) -> Iterator[Tensor]:
         """Yield the images in batches (B, 3, H, W), each read on demand. Raises DataError."""
         for start in range(0, len(self), batch):
-            yield self.select(range(start, min(start + batch, len(self)))).load(preprocessing, jobs=jobs)
+            yield self.select(range(start, min(start + batch, len(self)))).load(preprocessing)
 
 
 def find_images(folder: str | Path) -> ImageSet:

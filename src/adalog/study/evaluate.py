@@ -2,9 +2,8 @@
 
 import json
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from threading import Lock
@@ -58,7 +57,7 @@ def batch_on(device: torch.device | str | None, networks: Sequence[Any]) -> int:
 
 def predict(
     model: Callable[[Tensor], Any],
-    images: Tensor | Iterable[Tensor],
+    images: Tensor,
     *,
     batch: int | None = None,
     jobs: int = 1,
@@ -66,8 +65,8 @@ def predict(
 ) -> Tensor:
     """Return the model's logits, or the features of a model without a classifier: float32 on the CPU, (N, C).
 
-    images: (N, 3, H, W), which run `batch` at a time (default: `batch_on`); or batches (B, 3, H, W), with at most
-    jobs + 1 of them in memory. jobs: number of batches that run at the same time, in threads.
+    images: (N, 3, H, W), which run `batch` at a time (default: `batch_on`). jobs: number of batches that run at the
+    same time, in threads.
     The output may be a tensor, a structure with `logits`, or a tuple whose first element is the logits. Raises
     DataError for other outputs, for NaN, and if there are no images.
     """
@@ -83,19 +82,12 @@ def predict(
             )
         return logits.to("cpu", torch.float32)
 
-    if isinstance(images, Tensor) and batch is None:
-        batch = batch_on(images.device if device is None else device, [model])
-    results: list[Tensor] = []
-    pending: deque[Future[Tensor]] = deque()
-    with ThreadPoolExecutor(jobs) as pool:
-        for inputs in images.split(batch) if isinstance(images, Tensor) else images:
-            pending.append(pool.submit(run, inputs))
-            if len(pending) > jobs:
-                results.append(pending.popleft().result())
-        results += [future.result() for future in pending]
-    if not sum(map(len, results)):
+    if not len(images):
         raise DataError("there are no images to evaluate the model on: give at least one")
-    return torch.cat(results)
+    if batch is None:
+        batch = batch_on(images.device if device is None else device, [model])
+    with ThreadPoolExecutor(jobs) as pool:
+        return torch.cat(list(pool.map(run, images.split(batch))))
 
 
 @dataclass(frozen=True)
