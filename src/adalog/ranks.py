@@ -38,7 +38,14 @@ class Codec(Generic[T]):
     read: Callable[[str, bytes], T]
 
 
-JSON: Codec[Any] = Codec(lambda value: json.dumps(value).encode(), lambda _, content: json.loads(content))
+def json_codec(write: Callable[[T], Any], read: Callable[[str, Any], T]) -> Codec[T]:
+    """Return the encoding as JSON: `write` makes JSON values of a result, which `read` restores, also from its name."""
+    return Codec(
+        lambda result: json.dumps(write(result)).encode(), lambda name, content: read(name, json.loads(content))
+    )
+
+
+JSON: Codec[Any] = json_codec(lambda value: value, lambda _, value: value)
 
 
 class Ranks:

@@ -1,6 +1,5 @@
 """Run searches in parallel threads and ranks, within the memory limit, from where an earlier run stopped."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from adalog.calibration.partial import Partial, assignment_json, assignment_of
 from adalog.choices import check_whole
 from adalog.graph.rewrite import SiteGroup
 from adalog.quantizers import Assignment
-from adalog.ranks import ALONE, Codec, Ranks
+from adalog.ranks import ALONE, Codec, Ranks, json_codec
 
 # Called with (done, total, name of what is next), in units of work.
 Progress = Callable[[int, int, str], None]
@@ -87,17 +86,14 @@ def units_of_work(size: int) -> int:
 
 def assignment_codec(device: torch.device) -> Codec[Assignment]:
     """Return the encoding that sends assignments between ranks exactly. device: that of received assignments."""
-    return Codec(
-        lambda assignment: json.dumps(assignment_json(assignment)).encode(),
-        lambda name, content: assignment_of(name, json.loads(content)).to(device),
-    )
+    return json_codec(assignment_json, lambda name, line: assignment_of(name, line).to(device))
 
 
 def assignments_codec(device: torch.device) -> Codec[list[Assignment]]:
     """Return the encoding for lists of assignments; see `assignment_codec`."""
-    return Codec(
-        lambda assigned: json.dumps([assignment_json(assignment) for assignment in assigned]).encode(),
-        lambda name, content: [assignment_of(name, line).to(device) for line in json.loads(content)],
+    return json_codec(
+        lambda assigned: [assignment_json(assignment) for assignment in assigned],
+        lambda name, lines: [assignment_of(name, line).to(device) for line in lines],
     )
 
 

@@ -1,6 +1,5 @@
 """Evaluate a model: top-1 and top-5 with intervals, and how much it differs from the full-precision model."""
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from adalog.graph.stretches import peak_bytes
 from adalog.graph.tracing import trace
 from adalog.inputs.images import ImageSet, Preprocessing
 from adalog.quantized import QuantizedProgram
-from adalog.ranks import JSON, Codec
+from adalog.ranks import JSON, Codec, json_codec
 
 Z95 = 1.959964  # quantile of the normal distribution for a two-sided 95 % interval
 # Images per batch on a processor; few, so that the many temporaries of a quantized forward stay in the cache. On an
@@ -282,9 +281,8 @@ def tally(answers: Tensor, labels: Tensor | Sequence[int] | None = None, referen
     return Tally(count, hits, five, agreeing, kl, int((before & ~right).sum()), int((right & ~before).sum()))
 
 
-_TALLIES: Codec[list[Tally]] = Codec(
-    lambda tallies: json.dumps([asdict(entry) for entry in tallies]).encode(),
-    lambda _, content: [Tally(**entry) for entry in json.loads(content)],
+_TALLIES: Codec[list[Tally]] = json_codec(
+    lambda tallies: [asdict(entry) for entry in tallies], lambda _, rows: [Tally(**row) for row in rows]
 )
 _TENSORS: Codec[list[Tensor]] = Codec(
     lambda tensors: safetensors.torch.save({f"{index:06}": each.contiguous() for index, each in enumerate(tensors)}),

@@ -1,6 +1,5 @@
 """Measure accuracy against size and operations, for budgets between the narrowest and the widest operands."""
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial as partial_of
@@ -18,7 +17,7 @@ from adalog.errors import DataError
 from adalog.finished import FinishedParts
 from adalog.graph.program import Program, refs_of
 from adalog.model import QuantizedModel, quickest
-from adalog.ranks import Codec
+from adalog.ranks import Codec, json_codec
 from adalog.study.budget import Budget, budget_of, quantize_within
 from adalog.study.drawing import COLOURS, TEXT, add_legend, new_figure
 from adalog.study.evaluate import Contest, PreparedImages, in_batches, predict, tally
@@ -61,10 +60,7 @@ def _point_of(name: str, content: Any) -> Point | None:
     return point
 
 
-_POINTS: Codec[Point | None] = Codec(
-    lambda point: json.dumps(None if point is None else asdict(point)).encode(),
-    lambda name, content: _point_of(name, json.loads(content)),
-)
+_POINTS: Codec[Point | None] = json_codec(lambda point: None if point is None else asdict(point), _point_of)
 
 
 @torch.no_grad()

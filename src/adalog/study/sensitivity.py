@@ -31,7 +31,7 @@ from adalog.graph.sites import find_source
 from adalog.graph.tracing import size_in_bytes
 from adalog.inputs.refusals import refusal
 from adalog.quantizers import FLOAT_BITS, Assignment, QuantizedTensor, UniformQuantizer, bounds_to_uniform
-from adalog.ranks import Codec
+from adalog.ranks import Codec, json_codec
 from adalog.search.bounds import Search
 from adalog.search.product import Product
 from adalog.stored import is_whole
@@ -386,7 +386,7 @@ def _row_of(lines: FinishedParts, name: str, units: Mapping[str, Unit]) -> Row:
         return row
 
 
-_ROWS: Codec[Row] = Codec(lambda row: json.dumps(asdict(row)).encode(), lambda _, content: _row(json.loads(content)))
+_ROWS: Codec[Row] = json_codec(asdict, lambda _, content: _row(content))
 
 
 class _ChangeEvaluator:
