@@ -136,10 +136,7 @@ def _agree(preprocessing: Preprocessing, image: Image.Image, pixels: Tensor) -> 
 
 
 def _candidates(processor: Any, size: tuple[int, int]) -> Iterator[Preprocessing]:
-    """Yield the preprocessings that the fields of a processor may mean, the most likely first.
-
-    size: (H, W) of the prepared images.
-    """
+    """Yield the preprocessings to `size`, (H, W), that the fields of a processor may mean, the most likely first."""
 
     def field(name: str) -> Any:
         return getattr(processor, name, None)
