@@ -176,7 +176,7 @@ def limited(whole: Calibration, rows: int) -> Calibration:
         }
     result._observed = Observations(program, whole.images, result._requests.values(), WIDE // 2)
     result._shared = copy.copy(whole._shared)  # it keeps the importance of the rows, which is the same
-    result._shared._observed = result._observed
+    result._shared.observed = result._observed
     result._searched, result._assigned, result._seconds = {}, {}, {}
     return result
 

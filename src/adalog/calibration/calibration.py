@@ -238,19 +238,11 @@ class Calibration:
         self._assigned |= {key: assignments[name] for name, key in keys.items()}
         assigned = [(group, assignments[group.name]) for group in self.groups]
         if config.stages:
-            assigned = run_stages(
-                config.stages,
-                self.program,
-                self.images,
-                self.unlabelled,
-                assigned,
-                self._shared,
-                lambda group, now: self.product(group, now, config).assign(now.left, now.right),
-                resources,
-                seed=self.seed,
-                memory=self._memory // 2,
-                partial=partial,
-            )
+
+            def judge(group: SiteGroup, now: Assignment) -> Assignment:
+                return self.product(group, now, config).assign(now.left, now.right)
+
+            assigned = run_stages(config.stages, self.unlabelled, assigned, self._shared, judge, resources, partial)
         resources.report(sum(work.values()), sum(work.values()))
         return assigned
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,29 +22,25 @@ from adalog.search.product import Product
 from adalog.search.tables import with_table
 
 
+@dataclass(eq=False)
 class ProductFields:
     """The optional fields of `Product` that a search needs (`AnySearch.needs`), for any site.
 
     All fields are held whole, in addition to the memory of `Observations`. unfolded: returns the reason why a pair's
-    norm is not folded. memory: bytes for the values of a backward pass.
+    norm is not folded. memory: bytes for the values of a stage or of a backward pass.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        images: Sequence[Tensor],
-        groups: Sequence[SiteGroup],
-        blocks: Sequence[Block],
-        observed: Observations,
-        seed: int,
-        unfolded: Callable[[Pair, Config], str],
-        memory: int,
-    ):
-        self._program, self._images, self._groups, self._blocks = program, images, groups, blocks
-        self._observed, self._seed, self._unfolded, self._memory = observed, seed, unfolded, memory
-        self._cache: dict[Any, Any] = {}
-        self._in_order: tuple[Config, dict[str, Tensor]] | None = None
-        self._probe: Tensor | None = None
+    program: Program
+    images: Sequence[Tensor]
+    groups: Sequence[SiteGroup]
+    blocks: Sequence[Block]
+    observed: Observations
+    seed: int
+    unfolded: Callable[[Pair, Config], str]
+    memory: int
+    _cache: dict[Any, Any] = field(default_factory=dict, init=False)
+    _in_order: tuple[Config, dict[str, Tensor]] | None = field(default=None, init=False)
+    _probe: Tensor | None = field(default=None, init=False)
 
     def probe(self, gradient: Tensor) -> None:
         """Weight errors by this gradient of a loss with respect to the model's only output, not by random ones."""
@@ -90,17 +87,17 @@ class ProductFields:
     ) -> Tensor:
         """Return values of the outputs of a group's sites, which may lack channels, in the shape of its product."""
         sites = [site for call in group.calls for site in call]
-        values = {site.node.name: self._observed.alike(site.left, names, of_outputs[site.node.name]) for site in sites}
+        values = {site.node.name: self.observed.alike(site.left, names, of_outputs[site.node.name]) for site in sites}
         if group.first.role == "conv":
-            channels = len(self._program.tensors[group.first.right])
+            channels = len(self.program.tensors[group.first.right])
             values = {name: value.expand(-1, channels, -1, -1) for name, value in values.items()}
-        return in_shape_of_product(self._program, group, values)
+        return in_shape_of_product(self.program, group, values)
 
     def row_weights(self, power: float) -> dict[str, Tensor] | None:
         """Return the weights of the rows of every site's output: `importance.row_weights`."""
         key = ("importance", power)
         if key not in self._cache:
-            self._cache[key] = row_weights(self._program, self._images, self._groups, power, self._seed, self._memory)
+            self._cache[key] = row_weights(self.program, self.images, self.groups, power, self.seed, self.memory)
         return self._cache[key]
 
     def order(self, config: Config) -> Config | None:
@@ -114,17 +111,17 @@ class ProductFields:
             return None
         if self._in_order is None or self._in_order[0] != config:  # held for one configuration at a time
             search = functools.partial(self._search, config)
-            self._in_order = config, observe(self._program, self._images, self._groups, search)
+            self._in_order = config, observe(self.program, self.images, self.groups, search)
         return self._in_order[1]
 
     def _search(self, config: Config, group: SiteGroup, operands: Mapping[str, Tensor]) -> Assignment:
         """Search a group on these operands; each channel of a norm to be folded has its own quantizer (RepQ-ViT)."""
         choices, assignments = choices_of(group, config), []
         formats = formats_of(group.first, choices)
-        if group.pair is not None and not self._unfolded(group.pair, choices):
+        if group.pair is not None and not self.unfolded(group.pair, choices):
             formats = [UniformFormat(choices.activation_bits, own_dims=(1,))]
         for activation in formats:
-            product = Product(group.first.role, *operands_of(self._program, group, operands, choices, None, activation))
+            product = Product(group.first.role, *operands_of(self.program, group, operands, choices, None, activation))
             assignments.append(with_table(product, choices.search.search_product(product), choices.tables))
         return max(assignments, key=lambda assignment: assignment.sqnr)
 
@@ -132,18 +129,18 @@ class ProductFields:
         """Return squared gradients of the loss with respect to each site's and block's output, by output name."""
         key = ("gradients", probes, noise)
         if key not in self._cache:
-            generator = torch.Generator().manual_seed(self._seed)
+            generator = torch.Generator().manual_seed(self.seed)
             random_probes = [noise_probe(generator)] if noise else [hessian_probe(generator)] * probes
             used = random_probes if self._probe is None else [gradient_probe(self._probe)]
-            sites = {name for group in self._groups for name in group.nodes}
-            names = sites | {block.value_out for block in self._blocks}
-            self._cache[key] = squared_gradients(self._program, self._images, names, used, memory=self._memory)
+            sites = {name for group in self.groups for name in group.nodes}
+            names = sites | {block.value_out for block in self.blocks}
+            self._cache[key] = squared_gradients(self.program, self.images, names, used, memory=self.memory)
         return self._cache[key]
 
     def _all_row_splits(self) -> dict[str, Tensor]:
         if "row splits" not in self._cache:
-            sites = [site for group in self._groups for site in group.sites]
-            self._cache["row splits"] = find_splits(self._program, sites, take(self._images, [0, 1]))
+            sites = [site for group in self.groups for site in group.sites]
+            self._cache["row splits"] = find_splits(self.program, sites, take(self.images, [0, 1]))
         return self._cache["row splits"]
 
     def _row_splits(self, group: SiteGroup) -> Tensor | None:

@@ -15,7 +15,6 @@ from adalog.choices import Correction, Fitting, Reconstruction
 from adalog.config import LOSSES, Config, Stage
 from adalog.errors import CalibrationError
 from adalog.graph.capture import take
-from adalog.graph.program import Program
 from adalog.graph.rewrite import Assigned, SiteGroup
 from adalog.quantizers import Assignment
 
@@ -46,28 +45,24 @@ def with_mirror_images(images: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def run_stages(
     stages: Sequence[Stage],
-    program: Program,
-    images: Sequence[Tensor],
     unlabelled: Sequence[Tensor],
     assigned: Assigned,
     shared: ProductFields,
     judge: Judge,
     resources: Resources,
-    *,
-    seed: int,
-    memory: int,
-    partial: Partial | None = None,
+    partial: Partial | None,
 ) -> list[tuple[SiteGroup, Assignment]]:
     """Return the assignments after all of these stages.
 
     A stage before a robust training does not fit the images that the training holds out. The outputs on these images
     would then be better than on others, and the training would seem to make them worse.
 
-    images: the calibration images. unlabelled: the images that stages may fit. partial: the opened file of the
-    resources, for stages that fit images. Ranks share the steps of a reconstruction. The first rank runs all other
-    stages for all ranks, because each of their steps starts from the results of the steps before it, and adding up
-    sums over parts of the images would change their last bits.
+    unlabelled: the images that stages may fit. partial: the opened file of the resources, for stages that fit images.
+    Ranks share the steps of a reconstruction. The first rank runs all other stages for all ranks, because each of their
+    steps starts from the results of the steps before it, and adding up sums over parts of the images would change their
+    last bits.
     """
+    program, images, seed, memory = shared.program, shared.images, shared.seed, shared.memory
 
     def run_stage(number: int, before: Assigned) -> list[Assignment]:
         stage = stages[number]
