@@ -565,20 +565,6 @@ def test_selecting_keeps_order_and_labels(ten):
         ImageSet(ten.paths, (1,))
 
 
-def test_batches_are_the_whole(ten):
-    batches = list(ten.batches(RAW, batch=4))
-    assert [len(batch) for batch in batches] == [4, 4, 2]
-    assert torch.equal(torch.cat(batches), ten.load(RAW))
-
-
-def test_batches_are_read_when_asked_for(ten):
-    batches = ten.batches(RAW, batch=5)
-    ten.paths[-1].write_bytes(b"broken")
-    assert len(next(batches)) == 5
-    with pytest.raises(DataError, match=r"9\.png"):
-        next(batches)
-
-
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_a_broken_file_stops_loading(ten, jobs):
     Image.effect_noise((64, 64), 50).save(ten.paths[2])

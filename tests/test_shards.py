@@ -71,7 +71,6 @@ def test_images_of_several_tar_files(tmp_path):
     assert images.classes is None
     assert reds(images.load(RAW, jobs=2)) == [1, 2, 3]
     assert reds(images.select([2, 0]).load(RAW)) == [3, 1]
-    assert [reds(batch) for batch in images.batches(RAW, batch=2)] == [[1, 2], [3]]
     assert find_images(tmp_path / "b.tar") == images.select([2])
     assert find_support(tmp_path / "a.tar", tmp_path / "b.tar") == (images.select([0, 1]), images.select([2]))
     assert find_support(tmp_path, tmp_path / "b.tar") == (images.select([0, 1]), images.select([2]))

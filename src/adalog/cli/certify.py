@@ -16,8 +16,7 @@ from adalog.cli.targets import bundled_images, check_count, find_preprocessing, 
 from adalog.inputs.images import find_images
 from adalog.runtime import EXECUTORS
 from adalog.study.doctor import processor
-
-_BATCH = 20
+from adalog.study.evaluate import BATCH, PreparedImages
 
 
 def command(
@@ -52,23 +51,22 @@ def command(
     content, package = artifact.read(file), artifact.read(exported)
     quantized = adalog.QuantizedModel(artifact.deserialise(content, str(file)))
     if data is None:
-        bundled = bundled_images(file, quantized, images)
-        batches, count = iter(bundled.split(_BATCH)), len(bundled)
+        prepared = PreparedImages(bundled_images(file, quantized, images))
     else:
-        images_of_folder = find_images(data)
-        count = len(images_of_folder) if images is None else images
-        check_count(data, len(images_of_folder), count)
-        batches = images_of_folder.select(range(count)).batches(find_preprocessing(file, quantized, None), batch=_BATCH)
+        folder_images = find_images(data)
+        count = len(folder_images) if images is None else images
+        check_count(data, len(folder_images), count)
+        prepared = PreparedImages(folder_images.select(range(count)), find_preprocessing(file, quantized, None))
+    total = len(prepared)
     with progress_bar() as progress, quiet(), naming_file(exported, "cannot be certified"):
-        progress.add_task("images", total=count)
+        progress.add_task("images", total=total)
         watch = image_progress(progress)
 
         def counted() -> Iterator[tuple[Tensor]]:
-            done = 0
-            for batch in batches:
-                yield (batch,)
-                done += len(batch)
-                watch(done)
+            for start in range(0, total, BATCH):
+                end = min(start + BATCH, total)
+                yield (prepared(range(start, end)),)
+                watch(end)
 
         digest = hashlib.sha256(content).hexdigest()
         if export.is_executorch(package):

@@ -345,14 +345,8 @@ class ImageSet:
                 raise DataError(f"{self.paths[index]}: {cause}") from cause
 
         with ThreadPoolExecutor(jobs) as pool:
-            for _ in pool.map(read, range(len(self))):
-                pass
+            list(pool.map(read, range(len(self))))
         return images
-
-    def batches(self, preprocessing: Preprocessing, *, batch: int = 20) -> Iterator[Tensor]:
-        """Yield the images in batches (B, 3, H, W), each read on demand. Raises DataError."""
-        for start in range(0, len(self), batch):
-            yield self.select(range(start, min(start + batch, len(self)))).load(preprocessing)
 
 
 def find_images(folder: str | Path) -> ImageSet:
