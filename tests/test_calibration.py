@@ -229,8 +229,6 @@ def test_unlabelled_images_are_those_that_the_model_takes(more):
 
 def test_arguments_that_nothing_can_be_done_with(tiniest, images, tmp_path, monkeypatch):
     config = Config(images=4, search=Search(rounds=1, steps=0))
-    with pytest.raises(ValueError, match="jobs = 0 is not a whole number of at least 1"):
-        adalog.Calibration(tiniest, images).quantize(config, adalog.Resources(jobs=0))
     with pytest.raises(CalibrationError, match="on the meta device, which holds no values"):
         adalog.Calibration(tiniest, images.to("meta"))
     with pytest.raises(ValueError, match="seed = 'a' is not a whole number"):
