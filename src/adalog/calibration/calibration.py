@@ -76,7 +76,10 @@ class SearchResult:
 
 
 def _alone(method: F) -> F:
-    """Let a `Calibration` method run without TF32, gradients and inference mode, whose tensors take no gradients."""
+    """Let a method of `Calibration` run without gradients and TF32, and outside inference mode, in any thread.
+
+    Stages take gradients through the results, which tensors of inference mode do not allow.
+    """
 
     @functools.wraps(method)
     def run(calibration: "Calibration", *args: Any, **kwargs: Any) -> Any:
@@ -373,7 +376,10 @@ class Calibration:
     def _search_together(
         self, groups: Sequence[SiteGroup], overall: Config, start: Assignment | None = None
     ) -> list[SearchResult]:
-        """Return the best results for groups that are alike (`_stacks`), or for one group that begins at `start`."""
+        """Search the products of groups that are alike (`_stacks`), or return cached results.
+
+        Of several formats, keep the best SQNR. start: only for a single group.
+        """
         start_time, seconds = time.thread_time(), [0.0] * len(groups)
         candidates: list[list[SearchResult]] = [[] for _ in groups]
         config, order = operands.choices_of(groups[0], overall), self._shared.order(overall)
@@ -502,7 +508,11 @@ class Calibration:
         return [list(groups) for _, groups in groupby(ordered, key=lambda group: stage[group.name])]
 
     def _stacks(self, groups: Sequence[SiteGroup], config: Config) -> list[list[SiteGroup]]:
-        """Split groups into lists to search together: on an accelerator, those alike, since launches take the time."""
+        """Split groups into lists that are searched together.
+
+        On an accelerator, where the number of operations decides how long a search takes, these are groups of the same
+        shapes and choices, as many as the memory for temporaries allows.
+        """
         if self._one_by_one:
             return [[group] for group in groups]
         stacks: dict[Any, list[list[SiteGroup]]] = {}
@@ -640,6 +650,7 @@ def _more_like(images: Sequence[Tensor], unlabelled: Tensor | Sequence[Any]) -> 
 
 
 def _describe(images: Sequence[Tensor]) -> str:
+    """Describe the shapes and dtypes of images for a message."""
     return " and ".join(f"{tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}" for value in images)
 
 

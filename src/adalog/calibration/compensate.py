@@ -213,7 +213,11 @@ def _collect_moments(
     weights: Mapping[str, Tensor],
     stream: tuple[str, str] | None = None,
 ) -> _GroupMoments:
-    """Collect the moments of a group's inputs and targets, over all images or the first batches with enough rows."""
+    """Collect the moments of a group's inputs in the quantized network and of its targets.
+
+    The moments cover all images, or the first batches that have enough rows. Every fourth image is held out, unless
+    there are few images or they cannot be separated. stream: the result of `_stream`.
+    """
     nodes = {node.name: node for node in program.nodes}
     outputs = [[site.node.name for site in call] for call in group.calls]
     reads = [nodes[names[0]].args[0].name for names in outputs]
@@ -256,7 +260,10 @@ def _collect_moments(
 
 
 def _held_out_mask(group: SiteGroup, inputs: Tensor, axis: tuple[int, int] | None, first: int, rows: int) -> Tensor:
-    """Return the mask of every fourth image's rows, (rows,), on the CPU. axis: the image axis, entries per image."""
+    """Return a mask of the rows that belong to every fourth image: (rows,), on the CPU, so that reading it is free.
+
+    axis: the image axis and the number of entries per image. first: the index of the first entry.
+    """
     if axis is None:
         return torch.zeros(rows, dtype=torch.bool)
     dim, entries = axis
@@ -271,7 +278,11 @@ def _held_out_mask(group: SiteGroup, inputs: Tensor, axis: tuple[int, int] | Non
 def _weights_of_rows(
     weights: Sequence[Tensor | None], inputs: Tensor, axis: tuple[int, int] | None, first: int, rows: int
 ) -> Tensor | None:
-    """Return the weight of each row, (rows,), by its position in an image, or None if all rows count alike."""
+    """Return the weight of each row, (rows,), or None if all rows count alike.
+
+    weights: those of the group's outputs, whose weight of a position is the same for all images. axis, first: as in
+    `_held_out_mask`; without an axis, images cannot be told apart, or none is held out.
+    """
     present = [weight for weight in weights if weight is not None]
     if axis is None or not present:
         return None
@@ -316,7 +327,10 @@ def _kernel(group: SiteGroup, program: Program) -> tuple[int, ...]:
 def _refit(
     program: Program, group: SiteGroup, assignment: Assignment, moments: _GroupMoments, choices: Correction
 ) -> Assignment:
-    """Return the assignment with codes, scales and bias fitted to the moments, in the end also of held-out images."""
+    """Return the group's assignment with codes, scales and bias fitted to the observed moments.
+
+    Once the ridge strength is chosen, the held-out images are fitted as well.
+    """
     right = assignment.right
     weight = torch.cat([program.tensors[site.right].flatten(1) for site in group.sites])
     if assignment.fold is not None:
@@ -442,7 +456,10 @@ def _target(moments: Moments, start: Tensor, ridge: float, floor: Tensor | float
 
 
 def _form(moments: Moments, ridge: float, floor: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return the form of the error, (G, K, K), and its Cholesky factor. floor: (G,), variance of rounding noise."""
+    """Return the positive definite quadratic form of the error with this ridge strength, and its Cholesky factor.
+
+    Both are (G, K, K). floor: (G,), the variance below which inputs are constant except for rounding noise.
+    """
     strength = ridge * _variance(moments, floor)
     form = _with_ridge(moments, strength)
     root, failed = torch.linalg.cholesky_ex(form)

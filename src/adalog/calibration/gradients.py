@@ -156,7 +156,10 @@ def _bytes_by_node(program: Program, shapes: Mapping[str, Any]) -> list[int]:
 
 
 def _ends(program: Program, shapes: Mapping[str, Any], sizes: Sequence[int], memory: int | None) -> list[int]:
-    """Return the numbers of the nodes that end stretches: within a batch's share of memory, where few bytes pass."""
+    """Return the numbers of nodes after which the stretches of a program end; there is one stretch if memory suffices.
+
+    Each stretch makes values of up to a batch's share of the memory, and ends where later ones need few bytes.
+    """
     count, ends, start = len(program.nodes), list[int](), 0
     if memory is None or sum(sizes) <= memory:
         return [count]

@@ -134,7 +134,10 @@ class Observations:
         return self._with_cuts(stages, memory)
 
     def _strides(self, requests: Sequence[Request], limit: int, memory: int) -> list[int]:
-        """Return each request's n: every n-th row fits in memory. Raises ValueError if this leaves too few rows."""
+        """Return n for each request such that every n-th row, image or window of its values fits in memory.
+
+        Raises ValueError, with the memory that is enough for all requests, if this leaves too few rows of one.
+        """
         strides, short = list[int](), list[tuple[int, Request]]()
         for request in requests:
             least = max(1, -(-self._bytes(request.names) // max(limit, 1)), -(-request.scratch // max(memory, 1)))

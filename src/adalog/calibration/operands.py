@@ -302,7 +302,11 @@ def _overlap(site: Site, weight: Tensor) -> int:
 
 
 def _conv_rows(images: Iterable[Tensor], batch: int, overlap: int) -> Tensor:
-    """Return every n-th row, n <= overlap, of images (groups, h, w, ...), as (groups, T, I), or (T, I) for one."""
+    """Return every n-th row of all images, as (groups, T, I), or as (T, I) if there is one group.
+
+    images: (groups, h, w, ...) each, with h w rows; views, of which only the rows that are returned are copied.
+    overlap: the largest n.
+    """
     result, start = torch.empty(0), 0
     for index, image in enumerate(images):
         groups, height, width, *rest = image.shape

@@ -398,7 +398,10 @@ class BlockInTraining:
 
     @torch.no_grad()
     def _with_sqnr(self, assigned: Assigned) -> list[tuple[SiteGroup, Assignment]]:
-        """Return the assignments with their SQNR on the held-out images, about the mean of each channel for weights."""
+        """Return the assignments with the SQNR of their outputs in the quantized network on the held-out images.
+
+        The signal of a weight's outputs is taken about the mean of each channel, as in `compensate`.
+        """
         program = self._rewrite(assigned)
         sites = [site for group, _ in assigned for call in group.calls for site in call]
         names = [site.node.name for site in sites]

@@ -135,13 +135,14 @@ class Values:
 
     @torch.no_grad()
     def batches(
-        self, names: Collection[str], start: str, program: Program | None = None, *, apart: bool = True
+        self, names: Collection[str], start: str | None = None, program: Program | None = None, *, apart: bool = True
     ) -> Iterator[Chunk]:
         """Yield the images and the named values for one batch of consecutive images after another.
 
-        start: that they are computed from. apart: the result of `separable` for these values; if False, all images form
-        one batch. program: as in `of`.
+        start: the start that they are computed from; by default, the images. apart: the result of `separable` for these
+        values; if False, all images form one batch. program: as in `of`.
         """
+        start = self.program.inputs[0] if start is None else start
         chunks = self._batches_of(start) if apart else [self.images | self.of([start])]
         for chunk in chunks:
             yield chunk | self.compute(chunk, names, program)
@@ -286,7 +287,10 @@ class Values:
             self._held = {small[-1]: starts[small[-1]]}
 
     def _source(self, names: Sequence[str], count: int) -> tuple[Chunk, int]:
-        """Return the images with the nearest start that is held for `count` images or more, and for how many."""
+        """Return the images with the nearest start up to the first value that is held for at least `count` images.
+
+        Also return for how many images it is held.
+        """
         behind = self._from(names[0])[1:]
         for start in reversed(self.starts[: len(self.starts) - len(behind)]):
             if start in self._held and (held := self._held_images(start)) >= count:
@@ -294,7 +298,10 @@ class Values:
         return dict(self.images), self.count
 
     def _known_apart(self, start: str) -> Chunk:
-        """Return the images with the nearest start before this one that is held and known to keep images apart."""
+        """Return the images with the nearest start before this one that is held and keeps images apart.
+
+        Later values are tested from there, because a test from the images would run the network up to every start.
+        """
         for name in reversed(self.starts[: len(self.starts) - len(self._from(start))]):
             if name in self._held and name in self._apart and self._held_images(name) > 1:
                 return {**self.images, name: self._held[name]}

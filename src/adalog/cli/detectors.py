@@ -131,7 +131,10 @@ def _check_data(spec: str, data: Path | None, count: int) -> None:
 
 
 def _prepare(detector: Detector, data: Path | None, counts: Sequence[int], seed: int, option: str) -> list[list[Batch]]:
-    """Return the images for each count, in batches, from the folder or the bundled scenes; none occurs twice."""
+    """Return that many images for each count, in batches, from the folder or the bundled scenes; none occurs twice.
+
+    option: as in `check_count`.
+    """
     ends = list(itertools.accumulate(counts))
     spans = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
     if data is None:

@@ -274,7 +274,10 @@ class Preprocessing:
         return (pixels * self.rescale - mean) / std
 
     def _resized_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return the resized (width, height), rounded as in timm; an open side is rounded down, as in torchvision."""
+        """Return (width, height) after resizing; the side that `resize` leaves open is rounded down, as in torchvision.
+
+        Both sides are rounded to the nearest for "cover" and "contain", as in timm.
+        """
         if not isinstance(self.resize, int):
             if self.fit == "stretch":
                 return self.resize[1], self.resize[0]

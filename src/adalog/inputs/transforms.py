@@ -136,7 +136,10 @@ def _agree(preprocessing: Preprocessing, image: Image.Image, pixels: Tensor) -> 
 
 
 def _candidates(processor: Any, size: tuple[int, int]) -> Iterator[Preprocessing]:
-    """Yield the preprocessings to `size`, (H, W), that the fields of a processor may mean, the most likely first."""
+    """Yield the preprocessings that the fields of a processor may mean, the most likely first.
+
+    size: (H, W) of the prepared images.
+    """
 
     def field(name: str) -> Any:
         return getattr(processor, name, None)

@@ -159,7 +159,11 @@ _Built = tuple[nn.Module, Preprocessing | None]
 
 
 def _build(spec: str, pretrained: bool, weights: bool, classes: int | None = None) -> _Built:
-    """Build the model of a name. weights: False if a checkpoint replaces its own. classes: None for its own number."""
+    """Build the model of a name.
+
+    weights: False if a checkpoint replaces the pretrained weights. classes: the number of classes of a published
+    model, or None for its own.
+    """
     kind, _, name = spec.partition(":")
     path, _, function = spec.rpartition(":")
     if spec == "demo":
