@@ -39,7 +39,6 @@ from adalog.quantizers import (
     UniformQuantizer,
     symmetric_scale,
     symmetric_zero_point,
-    uniform_fake_quantize,
 )
 from adalog.quantizers.fused import sums, uniform_errors
 from adalog.quantizers.quantiles import QUANTILE_LIMIT, quantiles
@@ -234,24 +233,23 @@ class _UniformSpace:
         """Return the quantizer with the least own error, or the second-to-last of the grid."""
         if not own_error:
             return self._quantizer(self._grid[0][POINTS - 2])
-        values, own_dims = self.operand.values.double(), self.operand.format.own_dims
-        summed = [dim + 1 for dim in range(values.ndim) if dim not in own_dims]
+        values, form = self.operand.values.double(), self.operand.format
         chunk = max(1, chunk_elements(values.device) // values.numel())
 
-        def exact(points: Tensor) -> Tensor:  # in float64, so that only equal candidates tie
-            errors = ((self._hat(values, part.double()) - values).square_() for part in points.split(chunk))
-            return torch.cat([error.sum(summed) if summed else error for error in errors])
+        def loss_on(values: Tensor, own_dims: tuple[int, ...], dtype: torch.dtype) -> Loss:
+            zeros = torch.zeros_like(values)
 
+            def loss(points: Tensor) -> Tensor:
+                parts = (part.unbind(1) for part in points.split(chunk))
+                errors = (uniform_errors(values, *part, form.bits, own_dims, dtype) for part in parts)
+                return torch.cat([sums(error, zeros, None, own_dims) for error in errors]).view(points[:, 0].shape)
+
+            return loss
+
+        exact = loss_on(values, form.own_dims, torch.float64)  # so that only equal candidates tie
         if values.numel() < _MANY:
             return self._refine_grid(_LossPair(exact))
-        rows, bits = self.operand.groups().contiguous(), self.operand.format.bits  # sums along rows are fast
-        zeros = torch.zeros_like(rows)
-
-        def rough(points: Tensor) -> Tensor:
-            chunks = points.reshape(len(points), 2, -1).split(chunk)
-            errors = (uniform_errors(rows, part[:, 0], part[:, 1], bits, (0,), torch.float32) for part in chunks)
-            return torch.cat([sums(error, zeros, None, (0,)) for error in errors]).view(len(points), *points.shape[2:])
-
+        rough = loss_on(self.operand.groups().contiguous(), (0,), torch.float32)  # sums along rows are fast
         return self._refine_grid(_LossPair(exact, rough, 2 * _FINALISTS))
 
     def search(self, error: ProductError, current: Quantizer | None = None) -> UniformQuantizer:
@@ -262,10 +260,6 @@ class _UniformSpace:
             return lambda points, dtype: uniform_errors(values, points[:, 0], points[:, 1], bits, own_dims, dtype)
 
         return self._refine_grid(_LossPair.of(error, errors))
-
-    def _hat(self, values: Tensor, points: Tensor) -> Tensor:
-        scale, zero_point = (self.operand.reshape(parameter) for parameter in points.unbind(1))
-        return uniform_fake_quantize(values, scale, zero_point, self.operand.format.bits)
 
 
 @dataclass(frozen=True)

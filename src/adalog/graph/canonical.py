@@ -283,12 +283,6 @@ def unfold_mask_index(call: OpCall) -> Ref | None:
     return call.emit("aten.index.Tensor", value, tuple(plain)) if plain != list(indices) else None
 
 
-def unfold_masked_fill(call: OpCall) -> Ref:
-    """Write `masked_fill` with a tensor as the value as where(mask, value, x)."""
-    x, mask, value = call.args
-    return call.emit("aten.where.self", mask, value, x)
-
-
 def unfold_mask_write(call: OpCall) -> Ref | None:
     """Write x[mask] = value as where(mask, value, x) or, if value has an entry per true one, as `masked_scatter`."""
     x, indices, value = call.args[:3]
@@ -490,7 +484,7 @@ UNFOLDED: Mapping[str, Callable[[OpCall], Any]] = {
     **dict.fromkeys(aten("adaptive_max_pool1d.default adaptive_max_pool2d.default"), unfold_adaptive_max_pool),
     "aten.index.Tensor": unfold_mask_index,
     "aten.index_put.default": unfold_mask_write,
-    "aten.masked_fill.Tensor": unfold_masked_fill,
+    "aten.masked_fill.Tensor": lambda call: call.emit("aten.where.self", *call.args[1:], call.args[0]),
     "aten.unfold.default": unfold_windows,
     **dict.fromkeys(aten("tensor_split.sections tensor_split.indices"), unfold_tensor_split),
     **dict.fromkeys(aten("hsplit.int hsplit.array"), partial(unfold_tensor_split, dim=1)),

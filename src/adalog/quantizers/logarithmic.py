@@ -87,13 +87,6 @@ def log_levels(
 
 
 @lru_cache(4096)
-def _ends(q: int, r: int, bits: int, **choices: Any) -> tuple[float, float]:
-    """Return the first and the last level, without a read of a tensor in every step of training."""
-    levels = log_levels(q, r, bits, **choices)
-    return float(levels[0]), float(levels[-1])
-
-
-@lru_cache(4096)
 def log_thresholds(
     q: int,
     r: int,
@@ -354,8 +347,8 @@ class LogQuantizer(Quantizer):
         return levels.flip(0), cuts.flip(0)
 
     def bounds(self) -> tuple[Tensor, Tensor]:
-        first, last = _ends(self.q, self.r, self.bits, **self._choices)
-        return last * self.scale - self.offset, first * self.scale - self.offset
+        levels = _levels_on(self.scale.device, self.scale.dtype, self.q, self.r, self.bits, **self._choices)
+        return levels[-1] * self.scale - self.offset, levels[0] * self.scale - self.offset
 
     @property
     def origin(self) -> float | None:
