@@ -23,7 +23,6 @@ _FAIR = 8  # times as many rows score the survivors as the steps
 Strategy = Literal["fpcs", "alternating", "brute-force"]
 FoldRanges = Literal["own", "deviations", "best"]
 _RANGES: tuple[FoldRanges, ...] = ("own", "deviations")  # among equally good ones, the first wins
-_CHILDREN = 8  # neighbours of each parent in FPCS
 _COMPARED = 1024  # rows on which two kinds of quantizers are compared before a search
 
 
@@ -235,16 +234,14 @@ def minimise(
         return alternating(loss, low, high, sizes=sizes, incumbent=incumbent)[0]
     init: tuple[int, ...] = search.init
     steps = search.steps
-    if len(low) == 1:  # with one hyperparameter, fewer and larger steps shrink the spacing as much
-        init, steps = (count,), math.ceil(search.steps / math.log2(_CHILDREN))
+    if len(low) == 1:  # with one hyperparameter, a step divides the spacing by 8 instead of 2
+        init, steps = (count,), math.ceil(search.steps / 3)
     if nearby and incumbent is not None:
         spacing = grid_spacing(low, high, init) / 2**search.steps
-        point, _ = walk(loss, incumbent, spacing, children=_CHILDREN, moves=max(4, search.steps))
+        point, _ = walk(loss, incumbent, spacing, moves=max(4, search.steps))
     else:
-        count = search.parents
-        point, _ = fpcs(
-            loss, low, high, init=init, parents=count, children=_CHILDREN, steps=steps, incumbent=incumbent, rough=rough
-        )
+        parents = search.parents
+        point, _ = fpcs(loss, low, high, init=init, parents=parents, steps=steps, incumbent=incumbent, rough=rough)
     return rescale(loss, point, operand.format.scales, rough=rough)[0] if search.rough_rows else point
 
 

@@ -18,6 +18,8 @@ from torch import Tensor
 
 Loss = Callable[[Tensor], Tensor]
 
+_REACH = {1: 4, 2: 1}  # z by the number of hyperparameters: each point has 8 neighbours -z ... z
+
 
 def fpcs(
     loss: Loss,
@@ -26,7 +28,6 @@ def fpcs(
     *,
     init: Sequence[int] = (16, 8),
     parents: int = 16,
-    children: int = 8,
     steps: int = 4,
     incumbent: Tensor | None = None,
     rough: Loss | None = None,
@@ -35,15 +36,14 @@ def fpcs(
 
     The first step scores a uniform grid of init[0] x init[1] x ... points. Each of the `steps` further steps divides
     the spacing of every hyperparameter by 2 z, and gives each parent its neighbours -z ... z in every hyperparameter.
-    These are `children` neighbours (8 is 3 x 3 - 1 in two dimensions, or -4 ... 4 without 0 in one). Parents keep their
-    losses, so a step takes parents * children evaluations.
+    These are 8 neighbours. Parents keep their losses, so a step takes 8 * parents evaluations.
 
     All points lie on the grid of the last step, so a child of two parents is the same point to the bit.
 
     rough: a cheaper loss for all steps. `loss` then scores only the `parents` best points, and the best of these takes
         a `walk`.
     """
-    z, offsets = _neighbourhood(low, children)
+    z, offsets = _neighbourhood(low)
     width = (2 * z) ** steps  # the width of a cell, in spacings of the last step
     spacing = grid_spacing(low, high, init) / width
 
@@ -62,13 +62,13 @@ def fpcs(
     if rough is not None:
         points, _ = best_points(points, losses, parents)
         best, _ = best_points(points, loss(points), 1)
-        points, losses = (value[None] for value in walk(loss, best[0], spacing, children=children, moves=max(4, steps)))
+        points, losses = (value[None] for value in walk(loss, best[0], spacing, moves=max(4, steps)))
     return _winner(loss, points, losses, incumbent)
 
 
-def walk(loss: Loss, point: Tensor, spacing: Tensor, *, children: int = 8, moves: int = 4) -> tuple[Tensor, Tensor]:
+def walk(loss: Loss, point: Tensor, spacing: Tensor, *, moves: int = 4) -> tuple[Tensor, Tensor]:
     """Move a point to a better neighbour ..., 4, 2 and 1 spacings (P, *groups) away; return the last and its loss."""
-    _, offsets = _neighbourhood(point, children)
+    _, offsets = _neighbourhood(point)
     points, losses = point[None], loss(point[None])
     for stride in (2**move for move in reversed(range(moves))):
         born = (points + offsets * (spacing * stride)).flatten(0, 1)
@@ -94,19 +94,16 @@ def rescale(loss: Loss, point: Tensor, which: Sequence[bool], *, rough: Loss | N
     return _winner(loss, points, loss(points), point)
 
 
-def _neighbourhood(point: Tensor, children: int) -> tuple[int, Tensor]:
-    """Return z, and the steps to the `children` neighbours -z ... z in every hyperparameter: (children, 1, P, 1, ...).
-
-    Raises ValueError if no z gives this many children.
-    """
+def _neighbourhood(point: Tensor) -> tuple[int, Tensor]:
+    """Return z, and the steps to the 8 neighbours -z ... z in every hyperparameter: (8, 1, P, 1, ...)."""
     count = len(point)
-    z = (round((children + 1) ** (1 / count)) - 1) // 2
-    if z < 1 or (2 * z + 1) ** count - 1 != children:
+    if count not in _REACH:
         raise ValueError(
-            f"children = {children} does not equal (2 z + 1)**{count} - 1 for any z, as {count} hyperparameters require"
+            f"children = 8 does not equal (2 z + 1)**{count} - 1 for any z, as {count} hyperparameters require"
         )
+    z = _REACH[count]
     steps = point.new_tensor([step for step in product(range(-z, z + 1), repeat=count) if any(step)])
-    return z, steps.view(children, 1, count, *(1 for _ in point.shape[1:]))
+    return z, steps.view(-1, 1, count, *(1 for _ in point.shape[1:]))
 
 
 def grid_spacing(low: Tensor, high: Tensor, sizes: Sequence[int]) -> Tensor:
