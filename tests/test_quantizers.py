@@ -261,14 +261,6 @@ def test_inputs_are_not_modified(offset, dtype):
         assert torch.equal(quantizer.dequantize(code), first)
 
 
-def test_functions_do_not_modify_their_inputs():
-    inputs = torch.linspace(0, 3, 50), torch.tensor(0.2), torch.tensor(3.0)
-    before = [value.clone() for value in inputs]
-    uniform_fake_quantize(*inputs, 4)
-    bounds_to_uniform(*inputs[1:], 4)
-    assert all(map(torch.equal, inputs, before))
-
-
 @pytest.mark.parametrize("width", [-1, 0, 1, 9, 32])
 def test_bits_outside_2_to_8_are_refused(width):
     one = torch.tensor(1.0)
@@ -380,17 +372,13 @@ def test_kinds_that_take_more_than_one_number():
         LogQuantizer.reaching(torch.ones(()), 4)
 
 
-def twin_of(scale, negative, width, dtype=torch.float64):
-    return TwinUniformQuantizer(torch.tensor(scale, dtype=dtype), torch.tensor(negative, dtype=dtype), width)
-
-
 @given(tensors(), bits, scales, scales)
 def test_twin_takes_the_nearest_level_of_the_values_sign(x, width, scale, negative):
     """By brute force over the levels: h of them above zero with zero, h below."""
     half = 2 ** (width - 1)
     above = [scale * code for code in range(half)]
     below = [-negative * code for code in range(half + 1)]
-    hat = twin_of(scale, negative, width).fake_quantize(x)
+    hat = TwinUniformQuantizer(f64(scale), f64(negative), width).fake_quantize(x)
     for value, got in zip(x.tolist(), hat.tolist(), strict=True):
         levels = above if value >= 0 else below
         least = min(abs(value - level) for level in levels)
@@ -398,49 +386,23 @@ def test_twin_takes_the_nearest_level_of_the_values_sign(x, width, scale, negati
         assert any(got == pytest.approx(level, rel=1e-12, abs=0) for level in levels)
 
 
-@given(tensors(), bits, st.integers(-10, 10))
-def test_twin_with_equal_scales_is_symmetric_uniform(x, width, exponent):
-    scale = 2.0**exponent
-    uniform = UniformQuantizer(f64(scale), f64(symmetric_zero_point(width)), width)
-    twin = twin_of(scale, scale, width)
-    assert torch.equal(twin.quantize(x), uniform.quantize(x))
-    assert torch.equal(twin.fake_quantize(x), uniform.fake_quantize(x))
-
-
-def split_of(power, width, sums=False, dtype=torch.float64):
-    last = 2 ** (width - 1) - 1
-    return SplitUniformQuantizer(
-        torch.tensor(2.0**-power / last, dtype=dtype), torch.tensor(1.0 / last, dtype=dtype), width, sums
-    )
-
-
-@given(tensors(low=0.0, high=1.0), bits, st.integers(0, 12), st.booleans())
+@given(tensors(low=-1.0, high=2.0), bits, st.integers(0, 12), st.booleans())
 def test_split_takes_the_finer_grid_below_the_split(x, width, power, sums):
-    quantizer = split_of(power, width, sums)
+    """Its codes fill the bits, and values beyond 0 and 1 get the first and the last one."""
     last, split = 2 ** (width - 1) - 1, 2.0**-power
+    quantizer = SplitUniformQuantizer(f64(split / last), f64(1.0 / last), width, sums)
+    x = torch.cat([x, f64(0.0, 1.0, -1.0, 1e9)])
     codes, expected = [], []
     for value in x.tolist():
         fine = value < float(quantizer.split)
         step = split / last if fine else 1 / last
-        level = round(value / step)
+        level = min(max(round(value / step), 0), last)
         codes.append(level if fine else level + last + 1)
         other = round(split * last) / last if fine else split
         expected.append(level * step + (other if sums else 0))
     assert quantizer.quantize(x).tolist() == codes
     assert quantizer.fake_quantize(x).tolist() == pytest.approx(expected, rel=1e-12, abs=1e-15)
     assert quantizer.dequantize(torch.tensor(codes, dtype=torch.uint8)).tolist() == pytest.approx(expected, abs=1e-15)
-
-
-@pytest.mark.parametrize("width", range(2, 9))
-def test_split_codes_fill_the_bits(width):
-    quantizer = split_of(3, width)
-    x = torch.linspace(0, 1, 4001, dtype=torch.float64)
-    codes = quantizer.quantize(torch.cat([x, f64(-1.0, 1e9)]))
-    assert [float(codes[index]) for index in (0, -2, -3, -1)] == [0, 0, 2**width - 1, 2**width - 1]
-    error = (quantizer.fake_quantize(x) - x).abs()
-    last = 2 ** (width - 1) - 1
-    assert float(error[x < 1 / 8].max()) <= 1 / 16 / last + 1e-12
-    assert float(error.max()) <= 0.5 / last + 1e-12
 
 
 # --- gradients: exact values forwards, and backwards those of LSQ, by finite differences ------------------------------
@@ -533,16 +495,14 @@ def trained(quantizer):
 
 @given(st.data(), dtypes)
 def test_rounding_is_exact_and_its_gradient_is_one(data, dtype):
-    x = data.draw(tensors(dtype)).requires_grad_()
+    halves = torch.arange(-3.5, 4, dtype=dtype)  # are rounded to even
+    x = torch.cat([data.draw(tensors(dtype)), halves]).requires_grad_()
     weight = normal(len(x)).to(dtype)
     value = round_ste(x)
     assert torch.equal(value, x.detach().round())
+    assert value[-8:].tolist() == [-4.0, -2.0, -2.0, 0.0, 0.0, 2.0, 2.0, 4.0]
     (value * weight).sum().backward()
     assert torch.equal(x.grad, weight)
-
-
-def test_halves_are_rounded_to_even():
-    assert round_ste(torch.arange(-3.5, 4)).tolist() == [-4.0, -2.0, -2.0, 0.0, 0.0, 2.0, 2.0, 4.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
