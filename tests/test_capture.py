@@ -1,6 +1,7 @@
 """A captured program is the model, at every batch size and in canonical form; or a refusal says why there is none."""
 
 import copy
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -153,13 +154,6 @@ def test_a_dataclass_that_torch_knows_keeps_its_names():
     assert torch.equal(maps.fine, IMAGES.mean(1))
     assert list(maps) == ["fine", "coarse"]
     assert torch.equal(rest["x"][0], IMAGES)
-
-
-@dataclass
-class Unknown:
-    """No pytree."""
-
-    value: torch.Tensor
 
 
 # --- canonical form --------------------------------------------------------------------------------------------------
@@ -383,24 +377,18 @@ def test_writes_through_views_that_turn(view, read_again):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "shapes"),
+    ("inputs", "words"),
     [
-        ((), "no tensor"),
-        ((None,), "no tensor"),
-        ((IMAGES, IMAGES[:2]), r"\(7, 3, 32, 32\), \(2, 3, 32, 32\)"),
-        ((IMAGES, torch.tensor(3.0)), r"\(7, 3, 32, 32\), \(\)"),
+        ((), "cannot use these inputs (no tensor), because the first dimension of every"),
+        ((None,), "cannot use these inputs (no tensor), because"),
+        ((IMAGES, IMAGES[:2]), "cannot use these inputs ((7, 3, 32, 32), (2, 3, 32, 32)), because"),
+        ((IMAGES, torch.tensor(3.0)), "cannot use these inputs ((7, 3, 32, 32), ()), because"),
+        (IMAGES[:0], "the inputs hold no images ((0, 3, 32, 32)): check how"),
     ],
 )
-def test_refuses_inputs_that_are_no_batch_of_images(tiny, inputs, shapes):
-    with pytest.raises(
-        CaptureError, match=rf"cannot use these inputs \({shapes}\), because the first dimension of every"
-    ):
+def test_refuses_inputs_that_are_no_batch_of_images(tiny, inputs, words):
+    with pytest.raises(CaptureError, match=re.escape(words)):
         capture(tiny, inputs)
-
-
-def test_refuses_inputs_without_images(tiny):
-    with pytest.raises(CaptureError, match=r"the inputs hold no images \(\(0, 3, 32, 32\)\): check how"):
-        capture(tiny, IMAGES[:0])
 
 
 @pytest.mark.slow
@@ -454,19 +442,11 @@ def autocast(model, x):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda m, x: x.cumprod(0), "Toy uses .*aten.cumprod.default.* cannot store or run"),
-        (lambda m, x: x + torch.rand(3, 32, 32), "Toy uses .*aten.rand.default.* cannot store or run"),
         (lambda m, x: torch.fft.fft2(x).real, "Toy uses .*aten.fft_fft2.default.* cannot store or run"),
         (lambda m, x: x.add(0).erfinv_(), "Toy uses .*aten.erfinv.default.* cannot store or run"),
         (lambda m, x: x.add(0).diagonal(0, 2, 3).add_(1), "Toy uses .*aten.diagonal.default.* cannot store or run"),
         (lambda m, x: x.add(0).unbind(1)[0].add_(1), r"Toy writes through getitem at .*: make a new tensor there"),
-        (lambda m, x: x.view(2, -1), "Toy turns the number of images into a fixed number at"),
-        (
-            lambda m, x: x + 1 if x.mean() > 0 else x,
-            "Toy could not be exported, because it decides by the values of te",
-        ),
         (lambda m, x: F.dropout(x, training=True), "behaves differently from call to call"),
-        (lambda m, x: Unknown(x), r"Toy returns objects of the class .*Unknown, .*torch\.export\.register_dataclass"),
         (lambda m, x: {0: x * 2, 1: x}, r"a dict with the keys \[0, 1\]: use strings as keys"),
         (autocast, r"Toy uses autocast at .*(toys|test_capture).py:\d+, .* give it enabled=False"),
         (masked_attention, r"computes something else while torch\.export records it"),
