@@ -161,7 +161,10 @@ def line_of(function, words):
             Odd,
             Odd.forward,
             "Unknown",
-            "Unknown, which torch.export does not take apart: return tensors, tuples, lists or",
+            (
+                "Unknown, which torch.export does not take apart: return tensors, tuples, lists or dicts, or first "
+                "pass a dataclass to torch.export.register_dataclass"
+            ),
         ),
         (Shy, Shy.forward, "raise", "Shy could not be exported at {} (not while one looks): quantize a part of"),
     ],

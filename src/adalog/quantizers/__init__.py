@@ -4,7 +4,6 @@ from adalog.quantizers.assignment import Assignment, Fold, QuantizedTensor, deci
 from adalog.quantizers.formats import Errors, Format, LargestLevelFormat
 from adalog.quantizers.log_format import LogFormat
 from adalog.quantizers.logarithmic import (
-    WIDTHS,
     Beyond,
     Bins,
     LogQuantizer,
@@ -34,7 +33,6 @@ __all__ = [
     "FLOAT_BITS",
     "MAX_BITS",
     "MIN_BITS",
-    "WIDTHS",
     "Assignment",
     "Beyond",
     "Bins",
