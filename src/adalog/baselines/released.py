@@ -240,8 +240,8 @@ class _UniformSpace:
             zeros = torch.zeros_like(values)
 
             def loss(points: Tensor) -> Tensor:
-                parts = (part.unbind(1) for part in points.split(chunk))
-                errors = (uniform_errors(values, *part, form.bits, own_dims, dtype) for part in parts)
+                parts = points.split(chunk)
+                errors = (uniform_errors(values, part[:, 0], part[:, 1], form.bits, own_dims, dtype) for part in parts)
                 return torch.cat([sums(error, zeros, None, own_dims) for error in errors]).view(points[:, 0].shape)
 
             return loss

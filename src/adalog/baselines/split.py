@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adalog.errors import ArtifactError
 from adalog.quantizers.formats import Format
-from adalog.quantizers.quantizer import Quantizer, at_least_float32, check_bits, decimals, read_scale
+from adalog.quantizers.quantizer import Quantizer, at_least_float32, decimals, read_scale
 from adalog.quantizers.uniform import symmetric_zero_point
 
 
@@ -30,9 +30,6 @@ class SplitUniformQuantizer(Quantizer):
     coarse_scale: Tensor
     bits: int
     sums: bool = False
-
-    def __post_init__(self) -> None:
-        check_bits(self.bits)
 
     @property
     def split(self) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adalog.quantizers.formats import Format, positive_box
-from adalog.quantizers.quantizer import Quantizer, at_least_float32, check_bits, decimals, read_scale
+from adalog.quantizers.quantizer import Quantizer, at_least_float32, decimals, read_scale
 from adalog.quantizers.uniform import symmetric_zero_point
 
 
@@ -26,9 +26,6 @@ class TwinUniformQuantizer(Quantizer):
     scale: Tensor
     negative_scale: Tensor
     bits: int
-
-    def __post_init__(self) -> None:
-        check_bits(self.bits)
 
     def quantize(self, x: Tensor) -> Tensor:
         half = symmetric_zero_point(self.bits)

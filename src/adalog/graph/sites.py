@@ -131,8 +131,6 @@ def with_heads(sites: Sequence[Site], program: Program, inputs: Sequence[Tensor]
 
 def _merge_calls(calls: Sequence[Site]) -> Site:
     """Merge the calls of one layer into one site."""
-    if len(calls) == 1:
-        return calls[0]
     sources = [call.left_source for call in calls]
     kind = sources[0].kind if len({source.kind for source in sources}) == 1 else "other"
     common = Source(kind, sources[0].node, min(source.minimum for source in sources))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adalog.errors import ArtifactError
 from adalog.quantizers.elementwise import are_values, nearest_log
-from adalog.quantizers.quantizer import FLOAT_BITS, Quantizer, at_least_float32, by_slices, check_bits
+from adalog.quantizers.quantizer import FLOAT_BITS, Quantizer, at_least_float32, by_slices
 from adalog.stored import is_whole
 
 Beyond = Literal["saturate", "zero", "zero-coded"]
@@ -261,7 +261,7 @@ class LogQuantizer(Quantizer):
     headroom: int = 0
 
     def __post_init__(self) -> None:
-        check_bits(self.bits)
+        super().__post_init__()
         if self.q < 1 or self.r < 1:
             raise ValueError(f"log2(base) = {self.q} / {self.r} is not positive: q and r must be at least 1")
         if not self.width:

@@ -26,12 +26,6 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def check_bits(bits: int) -> None:
-    """Raise ValueError if no quantizer has this width."""
-    if not MIN_BITS <= bits <= MAX_BITS:
-        raise ValueError(f"bits = {bits} is outside {MIN_BITS} to {MAX_BITS}")
-
-
 class _RoundStraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -151,6 +145,10 @@ class Quantizer(ABC):
     kind: ClassVar[str]  # the name in files
     scale: Tensor
     bits: int
+
+    def __post_init__(self) -> None:
+        if not MIN_BITS <= self.bits <= MAX_BITS:
+            raise ValueError(f"bits = {self.bits} is outside {MIN_BITS} to {MAX_BITS}")
 
     # --- codes ---
 

@@ -12,7 +12,7 @@ from adalog.quantizers.elementwise import kernels, nearest_uniform
 from adalog.quantizers.formats import Errors, Format
 from adalog.quantizers.fused import uniform_errors
 from adalog.quantizers.quantiles import sample_quantiles
-from adalog.quantizers.quantizer import Quantizer, at_least_float32, by_slices, check_bits, check_parameters, round_ste
+from adalog.quantizers.quantizer import Quantizer, at_least_float32, by_slices, check_parameters, round_ste
 
 
 def least_scale(dtype: torch.dtype) -> float:
@@ -75,9 +75,6 @@ class UniformQuantizer(Quantizer):
     scale: Tensor
     zero_point: Tensor
     bits: int
-
-    def __post_init__(self) -> None:
-        check_bits(self.bits)
 
     def quantize(self, x: Tensor) -> Tensor:
         return uniform_quantize(x, self.scale, self.zero_point, self.bits)
