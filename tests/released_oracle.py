@@ -4,11 +4,9 @@ import math
 
 import torch
 
+from problems import rounded
+
 DELTA = 0.16997124254703522
-
-
-def rounded(values):
-    return values.round()  # halves to even
 
 
 def uniform(x, point, bits):

@@ -19,7 +19,7 @@ from adalog.errors import ArtifactError
 from adalog.quantizers import FLOAT_BITS, UniformFormat
 from adalog.search.operand import Operand
 from adalog.search.product import Product
-from toys import SMALL_IMAGES, Toy, Unbound
+from toys import SMALL_IMAGES, Toy, Unbound, values
 
 QUICK = {
     ScaleSearch: {"candidates": 8, "probes": 2},
@@ -72,14 +72,9 @@ def test_every_family_is_quantized_and_stored(calibrations, family, method):
     assert all(math.isfinite(row.sqnr) and row.sqnr > 0 for row in model.ledger)
     stored = QuantizedModel(deserialise(serialise(model.quantized)))
     with torch.no_grad():
-        outputs, again = (leaves(each(zoo.IMAGES)) for each in (model, stored))
+        outputs, again = (values(each(zoo.IMAGES)) for each in (model, stored))
     assert all(torch.equal(one, other) for one, other in zip(outputs, again, strict=True))
     assert all(bool(torch.isfinite(value).all()) for value in outputs)
-
-
-def leaves(output):
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else [output]
-    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from adalog.quantizers import FLOAT_BITS, Fold, LogQuantizer, UniformFormat
 from adalog.search.objective import ProductError
 from adalog.search.operand import Operand
 from adalog.search.product import Product
+from problems import rounded
 from released_oracle import (
     ACTIVATIONS,
     CONVS,
@@ -30,7 +31,6 @@ from released_oracle import (
     heads_by_output,
     linear_oracle,
     quantile,
-    rounded,
     square,
     start_of_heads,
     twin,
