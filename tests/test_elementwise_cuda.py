@@ -71,10 +71,11 @@ def with_and_without(run, *values):
         return by_kernels, on_cpu(run(*values))
 
 
-def assert_same(found, there):
-    """The values are equal to the bit; the interpreter rounds to bfloat16 by leaving out bits."""
-    near = torch.finfo(torch.bfloat16).eps if INTERPRETED and found.dtype == torch.bfloat16 else 0.0
-    torch.testing.assert_close(found, there, rtol=near, atol=near * 1e-30, equal_nan=True)
+def assert_as_pytorch(run, *values):
+    """The results are equal to the bit; the interpreter rounds to bfloat16 by leaving out bits."""
+    for found, there in zip(*with_and_without(run, *values), strict=True):
+        near = torch.finfo(torch.bfloat16).eps if INTERPRETED and found.dtype == torch.bfloat16 else 0.0
+        torch.testing.assert_close(found, there, rtol=near, atol=near * 1e-30, equal_nan=True)
 
 
 # (shape of the values, dimensions with parameters of their own)
@@ -96,12 +97,7 @@ def test_uniform_errors_are_those_of_pytorch(shape, own_dims, dtype):
     scale, zero_point = (each.detach() for each in parameters((count, *(shape[dim] for dim in own_dims)), 4, 1))
     values[-1, ..., -1] = (scale[0] * 2.5).flatten()[0]  # a half, but for rounding
 
-    def run(*given):
-        return fused.uniform_errors(*given, 4, own_dims, dtype)
-
-    (found,), (there,) = with_and_without(run, values, scale, zero_point)
-    assert found.dtype == dtype
-    assert_same(found, there)
+    assert_as_pytorch(lambda *given: fused.uniform_errors(*given, 4, own_dims, dtype), values, scale, zero_point)
 
 
 @by_kernels
@@ -110,9 +106,7 @@ def test_uniform_errors_are_those_of_pytorch(shape, own_dims, dtype):
 def test_table_errors_are_those_of_pytorch(shape, dtype):
     values, tables = normal(shape, 0), normal((9, 50), 1)
     bins = torch.randint(50, (values.numel(),), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
-    (found,), (there,) = with_and_without(lambda *given: fused.table_errors(*given, dtype), values, bins, tables)
-    assert found.dtype == dtype
-    assert_same(found, there)
+    assert_as_pytorch(lambda *given: fused.table_errors(*given, dtype), values, bins, tables)
 
 
 @by_kernels
@@ -125,10 +119,9 @@ def test_sums_are_those_of_pytorch(shape, own_dims, dtype, gram):
     if len(shape) > 2:  # as `products` returns them
         product = product.movedim(0, -3).contiguous().movedim(-3, 0)
 
-    def run(product, base, error):
-        return fused.sums(product.clone(), base, error, own_dims)
-
-    found, there = with_and_without(run, product, base, error if gram else None)
+    found, there = with_and_without(
+        lambda product, *others: fused.sums(product.clone(), *others, own_dims), product, base, error if gram else None
+    )
     torch.testing.assert_close(found, there, rtol=1e-5, atol=1e-2 if gram else 0.0)
     assert found[0].dtype == torch.float32
 
@@ -155,8 +148,7 @@ def test_quantizers_of_bounds_are_those_of_pytorch(shape, bits):
     points = normal(shape, 0).sort(dim=-1 if len(shape) < 3 else 1).values
     points.view(-1)[:2] = 0.0
     lower, upper = (points[:, 0], points[:, 1]) if len(shape) > 2 else (points[..., 0::2], points[..., 1::2])
-    found, there = with_and_without(lambda *given: bounds_to_uniform(*given, bits), lower, upper)
-    assert all(map(torch.equal, found, there))
+    assert_as_pytorch(lambda *given: bounds_to_uniform(*given, bits), lower, upper)
 
 
 @by_kernels
@@ -166,11 +158,8 @@ def test_fake_quantization_is_that_of_pytorch(shape, own, whole):
     """With zero points that are whole numbers, and with others."""
     x, (scale, zero_point) = with_special(shape, 0), (each.detach() for each in parameters(own, 4, 1))
 
-    def run(x, scale, zero_point):
-        return UniformQuantizer(scale, zero_point, 4).fake_quantize(x)
-
-    (found,), (there,) = with_and_without(run, x, scale, zero_point if whole else zero_point + 0.3)
-    assert_same(found, there)
+    zero_point = zero_point if whole else zero_point + 0.3
+    assert_as_pytorch(lambda x, *own: UniformQuantizer(*own, 4).fake_quantize(x), x, scale, zero_point)
 
 
 @by_kernels
@@ -181,11 +170,7 @@ def test_logarithmic_fake_quantization_is_that_of_pytorch(kind, bits):
     quantizer = KINDS[kind](torch.tensor(0.1), torch.tensor(1.0), bits)
     x = torch.cat([around_thresholds(quantizer), normal((3000,), 0)])
 
-    def run(x, scale):
-        return replace(quantizer, scale=scale).fake_quantize(x)
-
-    (found,), (there,) = with_and_without(run, x, quantizer.scale)
-    assert_same(found, there)
+    assert_as_pytorch(lambda x, scale: replace(quantizer, scale=scale).fake_quantize(x), x, quantizer.scale)
 
 
 @by_kernels

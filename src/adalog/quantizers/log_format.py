@@ -73,11 +73,8 @@ class LogFormat(Format):
         low, high = positive_box(groups, self.offset, stack)
         if self.q:
             return low, high
-        ends = math.log2(self.q_min), math.log2(self.q_max)
-        low, high = (
-            torch.cat([torch.full_like(bound, end), bound]) for bound, end in zip((low, high), ends, strict=True)
-        )
-        return low, high
+        first, last = (torch.full_like(low, math.log2(q)) for q in (self.q_min, self.q_max))
+        return torch.cat([first, low]), torch.cat([last, high])
 
     def point_of(self, quantizer: Quantizer) -> Tensor | None:
         if not isinstance(quantizer, LogQuantizer) or quantizer.r != self.r:
