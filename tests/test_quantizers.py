@@ -441,14 +441,6 @@ def log_of(**options):
     return LogQuantizer(f64(0.9), 20, R, BITS, **options)
 
 
-@given(beyond, rounding)
-def test_an_offset_is_subtracted_unless_it_is_kept(reading, rounds):
-    x = normal(300).abs() - 0.17
-    kept = log_of(beyond=reading, rounding=rounds, offset=0.17, keeps_offset=True)
-    subtracted = replace(kept, keeps_offset=False)
-    assert torch.equal(subtracted.fake_quantize(x), kept.fake_quantize(x) - 0.17)
-
-
 SATURATED = float(log_levels(20, R, BITS, beyond="saturate")[-1])
 CHANNELS = f64(0.05, 0.11, 0.2).view(3, 1), f64(3.0, 8.0, 12.0).view(3, 1)
 
