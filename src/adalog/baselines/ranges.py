@@ -147,7 +147,7 @@ def _ends(operand: Operand, low: Tensor, high: Tensor, symmetric: bool) -> Tenso
 
 def _own_error(operand: Operand, point: Tensor) -> Tensor:
     """Return the mean squared error of each group's values: (*groups)."""
-    hat = operand.format.quantizer(point, operand.values.shape).fake_quantize(operand.values)
+    hat = operand.format.fake_quantize(point, operand.values)
     error = replace(operand, values=(hat - operand.values).square_())
     return error.groups().mean(dim=1).reshape(point.shape[1:])
 

@@ -83,11 +83,9 @@ class UniformQuantizer(Quantizer):
         return uniform_dequantize(code.to(self.scale.dtype), self.scale, self.zero_point)
 
     def _nearest(self, x: Tensor) -> Tensor:
-        def value(part: Tensor) -> Tensor:  # codes of float64 values stay float64, whatever the scale's dtype is
-            return uniform_dequantize(self.quantize(part), self.scale, self.zero_point).to(x.dtype)
-
-        codes = nearest_uniform(x, self.scale, self.zero_point, self.bits)
-        return by_slices(value, x, self.scale) if codes is None else codes
+        parameters = self.scale, self.zero_point, self.bits
+        hat = nearest_uniform(x, *parameters)
+        return by_slices(lambda part: uniform_fake_quantize(part, *parameters), x, self.scale) if hat is None else hat
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         return -self.zero_point * self.scale, (2**self.bits - 1 - self.zero_point) * self.scale
