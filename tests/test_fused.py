@@ -1,17 +1,20 @@
 """The search's elementwise steps: what the compiled library makes, if there is one, and what PyTorch makes, are one."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import strategies
 from adalog import library
 from adalog.quantizers import UniformQuantizer, elementwise, fused
 
 SHAPES = [((7, 33), ()), ((5, 130), (0,)), ((2, 3, 11, 17), (1,)), ((4, 6, 9), (0, 1)), ((3, 5, 70), (2,))]
 SHAPES += [((2, 0), ()), ((0, 3, 4), (1,)), ((3, 4, 5), (0, 2))]  # without values, and dimensions that are not adjacent
+normal = partial(strategies.normal, dtype=torch.float32)
 compiled = pytest.mark.skipif(library.load()[0] is None, reason=library.load()[1])
 
 
@@ -21,10 +24,6 @@ def way(request, monkeypatch):
         monkeypatch.setattr(elementwise, "_functions", dict)
     elif library.load()[0] is None:
         pytest.skip(library.load()[1])
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(("shape", "keep"), SHAPES)

@@ -197,10 +197,7 @@ def codes_in_turn(
 
 
 def kernels(*values: Tensor, dtype: torch.dtype = torch.float32) -> Any:
-    """Return the module of Triton's kernels if it can take these values, else None.
-
-    It takes tensors of one dtype on a CUDA device, of fewer than 2**31 elements each.
-    """
+    """Return the module of Triton's kernels for CUDA tensors of this dtype, of fewer than 2**31 elements, else None."""
     fits = all(value.is_cuda and value.dtype == dtype and value.numel() < MOST_ELEMENTS for value in values)
     if not fits or not are_values(*values) or any(value.is_neg() for value in values):
         return None

@@ -24,10 +24,7 @@ _LEAST_SUMMED = 16
 
 
 def _compiled(name: str, count: int, dtype: torch.dtype, *values: Tensor) -> tuple[Any, Any]:
-    """Return the module of kernels and the library's function for `count` results of this dtype for the first value.
-
-    Each of them is None if it cannot take these values.
-    """
+    """Return the kernels and the library's function for `count` results per value; None if they cannot take these."""
     fits = dtype in KINDS and 0 < count * values[0].numel() < MOST_ELEMENTS
     return kernels(*values) if fits else None, c_function(f"{name}_{KINDS.get(dtype)}", *values)
 

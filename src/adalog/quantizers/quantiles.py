@@ -13,10 +13,7 @@ QUANTILE_LIMIT = 1 << 24  # the most elements that torch.quantile takes
 
 
 def coprime(stride: int, size: int) -> int:
-    """Return the least stride from this one on that has no factor in common with `size`.
-
-    Such a stride meets every column of a grid.
-    """
+    """Return the least stride from this one on that meets every column of a grid: it shares no factor with `size`."""
     while math.gcd(stride, size) > 1:
         stride += 1
     return stride
