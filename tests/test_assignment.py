@@ -154,21 +154,6 @@ def test_chosen_codes_end_up_in_the_file(calibration, fast, images):
     assert_codes_are_stored(calibration, fast, [images])
 
 
-def test_chosen_codes_of_one_site_leave_the_others(calibration, fast):
-    assigned = calibration.assign(fast)
-    place = next(
-        i for i, (group, each) in enumerate(assigned) if each.fold is not None and group.first.role == "linear"
-    )
-    changed = [*assigned]
-    changed[place] = (assigned[place][0], with_other_codes(assigned[place][1], 0))
-    before, after = (calibration.build_program(each, fast).program for each in (assigned, changed))
-    names = {site.right for site in assigned[place][0].sites}
-    assert before.weights.keys() == after.weights.keys()
-    assert {
-        name for name in before.weights if not torch.equal(before.weights[name].codes, after.weights[name].codes)
-    } == (names)
-
-
 @pytest.mark.parametrize(("function", "shape"), [(attention, (40, 16)), (grouped, (3, 16, 16))])
 def test_chosen_codes_of_other_layers_end_up_in_the_file(function, shape, fast):
     torch.manual_seed(0)

@@ -67,12 +67,6 @@ def test_the_shares_of_groups_are_their_own():
     assert (found.scale < whole.scale).flatten().tolist() == [True, False]
 
 
-def test_values_of_one_sign_have_ranges_that_hold_zero():
-    found = ranges.own_range(Operand(normal(50).abs() + 3, UniformFormat(4)), RangeSearch())
-    assert float(found.zero_point) == 0
-    assert float(found.quantize(torch.zeros(1, dtype=torch.float64))) == 0
-
-
 @pytest.mark.parametrize("bits", [2, 4])
 def test_symmetric_weights(bits):
     """FQ-ViT: the largest magnitude is at the end of 2 h codes about zero."""
