@@ -135,8 +135,7 @@ def own_range(operand: Operand, search: RangeSearch, *, symmetric: bool = False)
 
 def _ends(operand: Operand, low: Tensor, high: Tensor, symmetric: bool) -> Tensor:
     """Return the point (P, *groups) of `Operand.quantizer` whose range has the ends low and high, (G,) each."""
-    form = operand.format
-    shape = [operand.values.shape[dim] for dim in form.own_dims]
+    form, shape = operand.format, operand.groups_shape
     low, high = low.reshape(shape), high.reshape(shape)
     if symmetric:
         half = symmetric_zero_point(form.bits)

@@ -208,8 +208,7 @@ class _UniformSpace:
     @cached_property
     def _grid(self) -> tuple[Tensor, Tensor]:
         """The grid, (POINTS, 2, *groups), with scales running fastest, and the spacing of its scales, (*groups)."""
-        values, form = self.operand.values, self.operand.format
-        shape = [values.shape[dim] for dim in form.own_dims]
+        values, form, shape = self.operand.values, self.operand.format, self.operand.groups_shape
         ones = [1 for _ in shape]
         top, count = 2**form.bits - 1, POINTS // self.zero_points
         lowest, low, high, highest = (quantile.reshape(shape) for quantile in _quantiles(self.operand.groups()))

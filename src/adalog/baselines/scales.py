@@ -236,8 +236,7 @@ class _ScaledQuantizers:
 
     def start(self) -> Tensor:
         """Return the first scale s0; for a split quantizer it is 1, the whole interval."""
-        form, groups = self.operand.format, self.operand.groups()
-        shape = [self.operand.values.shape[dim] for dim in form.own_dims]
+        form, groups, shape = self.operand.format, self.operand.groups(), self.operand.groups_shape
         if self.operand.is_float:
             return groups.new_zeros(shape)
         match form:

@@ -43,10 +43,11 @@ class Operand:
         """Return the values as (G, T): one row per set of parameters."""
         own_dims = self.format.own_dims
         rest = [dim for dim in range(self.values.ndim) if dim not in own_dims]
-        return self.values.permute(*own_dims, *rest).reshape(math.prod(self._groups_shape), -1)
+        return self.values.permute(*own_dims, *rest).reshape(math.prod(self.groups_shape), -1)
 
     @property
-    def _groups_shape(self) -> list[int]:
+    def groups_shape(self) -> list[int]:
+        """The sizes of the dimensions that have parameters of their own."""
         return [self.values.shape[dim] for dim in self.format.own_dims]
 
     def reshape(self, parameters: Tensor) -> Tensor:
@@ -71,13 +72,13 @@ class Operand:
         quantizer = side.quantizer if isinstance(side, QuantizedTensor) else side
         if quantizer is None or quantizer.bits != self.format.bits:
             return None
-        point, shape = self.format.point_of(quantizer), self._groups_shape
+        point, shape = self.format.point_of(quantizer), self.groups_shape
         return None if point is None or point[0].numel() != math.prod(shape) else point.reshape(len(point), *shape)
 
     def box(self, reach: float) -> tuple[Tensor, Tensor]:
         """Return the corners (low, high) of the search space, each (P, *groups), as in `Format.box`."""
         low, high = self.format.box(self.groups(), reach, self.stack_size)
-        return low.reshape(len(low), *self._groups_shape), high.reshape(len(high), *self._groups_shape)
+        return low.reshape(len(low), *self.groups_shape), high.reshape(len(high), *self.groups_shape)
 
     def fake_quantize(self, side: Quantizer | QuantizedTensor | None) -> Tensor:
         """Return the values after quantization; the padding of a convolution stays as it is."""
