@@ -195,9 +195,9 @@ def test_fpcs_keeps_no_more_than_there_are():
     assert sizes == [4, 32, 128]
 
 
-def test_fpcs_refuses_points_without_a_neighbourhood_of_eight():
+def test_fpcs_refuses_three_hyperparameters():
     low, high = box((0, 1), (0, 1), (0, 1))
-    with pytest.raises(ValueError, match="children = 8 does not equal"):
+    with pytest.raises(ValueError, match="the box has 3 hyperparameters, and this search takes 1 or 2"):
         fpcs(rough_sea, low, high)
 
 

@@ -98,9 +98,7 @@ def _neighbourhood(point: Tensor) -> tuple[int, Tensor]:
     """Return z, and the steps to the 8 neighbours -z ... z in every hyperparameter: (8, 1, P, 1, ...)."""
     count = len(point)
     if count not in _REACH:
-        raise ValueError(
-            f"children = 8 does not equal (2 z + 1)**{count} - 1 for any z, as {count} hyperparameters require"
-        )
+        raise ValueError(f"the box has {count} hyperparameters, and this search takes 1 or 2: use another strategy")
     z = _REACH[count]
     steps = point.new_tensor([step for step in product(range(-z, z + 1), repeat=count) if any(step)])
     return z, steps.view(-1, 1, count, *(1 for _ in point.shape[1:]))
