@@ -10,6 +10,15 @@ def test_headings_keep_their_units(capsys):
     assert all(unit in printed for unit in ("[ms]", "[MB]", "[s]")), printed
 
 
+def test_costs_keep_their_digits_in_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    row = CostRow("head", "adaptive_avg_pool2d", 10**12, 32, 32, 10**10)
+    console.say(views.cost_table("a large model", Cost((row,), {})))
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    assert sum(map(str.isdigit, printed)) == len(f"{row.count}{row.fixops:.0f}{row.bops}{row.weight_bytes}2")
+
+
 def test_costs_say_what_they_leave_out():
     """The bytes are those of the tensors, not of the file, and products have their own lines."""
     rows = (CostRow("head", "linear", 64, 8, 4, 36), CostRow("head", "dequantize", 2, 32, 32))

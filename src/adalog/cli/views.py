@@ -13,8 +13,8 @@ from adalog.study.evaluate import Score, Share
 
 
 def numbers(*headings: str) -> list[Column]:
-    """Return columns of numbers. Units in a heading, such as "[ms]", are not markup of rich."""
-    return [Column(escape(heading), justify="right") for heading in headings]
+    """Return columns of numbers, which wrap instead of losing digits. Units such as "[ms]" are not markup of rich."""
+    return [Column(escape(heading), justify="right", overflow="fold") for heading in headings]
 
 
 def texts(*headings: str) -> list[Column]:
@@ -145,7 +145,7 @@ def times(facts: Mapping[str, Any]) -> list[str | Table]:
 
 def cost_table(title: str, result: Cost) -> Table:
     """Return a table of costs with one row per role."""
-    table = Table("role", *numbers("count", "FixOPs", "BOPs", "weight bytes"), title=escape(title))
+    table = Table(*texts("role"), *numbers("count", "FixOPs", "BOPs", "weight\nbytes"), title=escape(title))
     for role, row in result.by_role().items():
         cells = (f"{row.count:,}", f"{row.fixops:,.0f}", f"{row.bops:,}", f"{row.weight_bytes:,}")
         table.add_row(role, *cells, style="" if role in PRODUCT_ROLES else "dim")
