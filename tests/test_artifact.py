@@ -268,6 +268,13 @@ def test_what_a_reader_would_refuse_is_not_written(quantized, value, why):
         serialise(with_tensor(quantized, value))
 
 
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "/x"])
+def test_names_that_leave_the_folder(name, tmp_path):
+    with pytest.raises(DataError, match="lies outside of it"):
+        write_folder(tmp_path / "new", {"a/fine": b"", name: b""})
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_whose_name_no_file_can_have(tmp_path):
     for write in (check_folder, lambda path: write_folder(path, {})):
         with pytest.raises(DataError, match="cannot be written: File name too long"):

@@ -145,6 +145,10 @@ def test_vectors(folder, monkeypatch, capsys, tmp_path):
     error = refusal(monkeypatch, capsys, *arguments, "--site", "nothing", "--out", tmp_path / "other")
     assert error.startswith("error: site = 'nothing' is not one of the ")
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    single = {path.name: path.read_bytes() for path in out.iterdir()}
+    say(monkeypatch, capsys, *arguments, "--site", "*", "--out", tmp_path / "all")
+    assert {path.name for path in (tmp_path / "all").iterdir()} == {row.site for row in adalog.load(file).ledger}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "all" / site).iterdir()} == single
 
 
 @pytest.mark.parametrize("file", ["out.safetensors", "bare.safetensors"])

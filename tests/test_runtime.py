@@ -231,6 +231,13 @@ def test_vectors_are_what_they_say(quantized, images, name, tmp_path):
     for key, described in told["files"].items():
         assert (str(arrays[key].dtype), list(arrays[key].shape)) == (described["type"], described["shape"])
     assert (told["site"], told["accumulator_bits"]) == (name, 32)
+    (node,) = (node for node in quantized.program.nodes if node.name == told["node"])
+    for side, ref in zip(("left", "right"), node.args[:2], strict=True):
+        operand = quantized.program.quantizers.get(ref.name)
+        assert (f"{side}_values" in arrays) == (operand is not None)
+        if operand is not None:
+            codes = operand.quantize(torch.from_numpy(arrays[f"{side}_values"]))
+            assert np.array_equal(codes, arrays[f"{side}_codes"])
     sides = {}
     for side in ("left", "right"):
         codes = arrays[f"{side}_codes"].astype(np.int64)

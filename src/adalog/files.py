@@ -29,7 +29,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_folder(path: Path, contents: Mapping[str, bytes]) -> None:
-    """Write a folder of files atomically: either all of them or nothing.
+    """Write a folder of files atomically: either all of them or nothing. A name may have folders, as in "a/b.npy".
 
     Raises what `write_whole` raises, and DataError if the path exists already.
     """
@@ -37,6 +37,11 @@ def write_folder(path: Path, contents: Mapping[str, bytes]) -> None:
     with _replacing(path) as (temporary, target):
         temporary.mkdir()
         for name, content in contents.items():
+            if ".." in Path(name).parts or Path(name).is_absolute():  # names may come from a hostile file
+                raise DataError(
+                    f"{path} cannot hold the file {name!r}, which lies outside of it: rename what it describes"
+                )
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             (temporary / name).write_bytes(content)
         temporary.rename(target)
 

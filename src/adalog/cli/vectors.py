@@ -1,5 +1,6 @@
-"""`adalog vectors`: write the integer computation of one site as files."""
+"""`adalog vectors`: write the integer computation of sites as files."""
 
+import fnmatch
 from pathlib import Path
 from typing import Annotated
 
@@ -11,12 +12,18 @@ from adalog.cli.console import check_outputs, show
 from adalog.cli.options import DrawOption, JsonOption
 from adalog.cli.targets import bundled_images, check_count, compile_artifact, find_preprocessing
 from adalog.inputs.images import find_images
-from adalog.runtime.vectors import vectors
+from adalog.runtime.vectors import write_trace
 
 
 def command(
     file: Annotated[Path, typer.Argument(help="Artifact with the site, written by `adalog quantize`.")],
-    site: Annotated[str, typer.Option(help="Name of the site, listed by `adalog inspect FILE`.")],
+    site: Annotated[
+        str,
+        typer.Option(
+            help="Name of the site, listed by `adalog inspect FILE`; or a pattern such as '*' or 'blocks.0.*', which "
+            "writes a folder for each site."
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to create.")],
     images: Annotated[int, typer.Option(min=1, help="Number of images to run.")] = 1,
     data: Annotated[
@@ -25,7 +32,7 @@ def command(
     seed: DrawOption = 0,
     json_out: JsonOption = None,
 ) -> None:
-    """Write the codes, sums and outputs of one site as .npy files, with a description in site.json."""
+    """Write the values, codes, sums and outputs of sites as .npy files, with a description of each in site.json."""
     check_outputs(json_out, reads=(file, data))
     files.check_folder(out)
     if json_out not in (None, "-") and Path(json_out).absolute().is_relative_to(out.absolute()):
@@ -38,7 +45,11 @@ def command(
         image_set = find_images(data)
         check_count(data, len(image_set), images)
         tensors = image_set.sample(images, seed).load(find_preprocessing(file, quantized, None), jobs=1)
-    content = vectors(model, site, tensors)
+    names = [site] if site in model.sites else fnmatch.filter(model.sites, site) or [site]
+    written = {name: write_trace(trace) for name, trace in model.traces(names, tensors).items()}
+    content = written.get(site) or {
+        f"{name}/{file}": value for name in written for file, value in written[name].items()
+    }
     files.write_folder(out, content)
     sizes = {name: len(value) for name, value in sorted(content.items())}
     texts = (f"{out / name}: {size:,} bytes" for name, size in sizes.items())

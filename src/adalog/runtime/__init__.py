@@ -1,8 +1,9 @@
 """Run the products of two quantized operands of a model in integers, and all its other operations in float."""
 
+import difflib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -25,13 +26,15 @@ _PLANS = 4  # `native` keeps plans for this many shapes of inputs
 
 @dataclass(frozen=True)
 class Trace:
-    """The codes, accumulators and output of one site for some inputs.
+    """The values, codes, accumulators and output of one site for some inputs.
 
-    left, right: the codes of the operands, uint8; for a stored weight, its stored codes. accumulators: int64, one
-    tensor per pair of parts. bias: the bias that was added, or None. output: the value that the site returns.
+    values: the values of the operands that are not stored, left before right. left, right: the codes of the operands,
+    uint8; for a stored weight, its stored codes. accumulators: int64, one tensor per pair of parts. bias: the bias that
+    was added, or None. output: the value that the site returns.
     """
 
     site: IntegerSite
+    values: tuple[Tensor, ...]
     left: Tensor
     right: Tensor
     accumulators: tuple[Tensor, ...]
@@ -167,28 +170,39 @@ class Compiled(nn.Module):
         program.run(inputs, watch, steps)
         return codes_of
 
-    @torch.no_grad()
     def trace(self, name: str, *inputs: Tensor) -> Trace:
         """Return the trace of the site with this name for these inputs. Raises ValueError for an unknown site."""
-        if name not in self.sites:
-            sites = f"the {len(self.sites)} sites that run in integers: {', '.join(self.sites)}"
-            raise ValueError(f"site = {name!r} is not one of {sites}")
+        return self.traces([name], *inputs)[name]
+
+    @torch.no_grad()
+    def traces(self, names: Iterable[str], *inputs: Tensor) -> dict[str, Trace]:
+        """Return the traces of the sites with these names, from one run. Raises ValueError for an unknown site."""
+        sites = {}
+        for name in names:
+            if name not in self.sites:
+                similar = ", ".join(difflib.get_close_matches(name, self.sites, 3, 0))
+                known = f"the {len(self.sites)} sites that run in integers; the closest are {similar or 'none'}"
+                raise ValueError(f"site = {name!r} is not one of {known} (`adalog inspect FILE` lists all sites)")
+            sites[self.sites[name].node.name] = self.sites[name]
         self._check(inputs)
-        site, (program, steps) = self.sites[name], self._apart
-        operands = {arg.name for node in program.nodes if node.name == site.node.name for arg in node.args[:2] if arg}
-        codes: dict[str, Tensor] = {}
-        traces: list[Trace] = []
+        program, steps = self._apart
+        operands = {arg.name for node in program.nodes if node.name in sites for arg in node.args[:2] if arg}
+        values: dict[str, Tensor] = {}
+        traces: dict[str, Trace] = {}
 
         def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
             if node.name in operands:
-                codes[node.name] = steps[node.name].quantizer.quantize(args[0]).to(torch.uint8)
-            elif node.name == site.node.name:
-                sums = steps[node.name].accumulate(*args[:2])
-                right = codes[node.args[1].name] if site.weight is None else site.weight
-                traces.append(Trace(site, codes[node.args[0].name], right, tuple(sums), args[2], result))
+                values[node.name] = args[0]
+            elif site := sites.get(node.name):
+                refs = [arg.name for arg in node.args[:2] if arg]
+                codes = [steps[ref].quantizer.quantize(values[ref]).to(torch.uint8) for ref in refs]
+                left, right = codes if site.weight is None else (codes[0], site.weight)
+                sums = tuple(steps[node.name].accumulate(*args[:2]))
+                observed = tuple(values[ref] for ref in refs)
+                traces[site.name] = Trace(site, observed, left, right, sums, args[2], result)
 
         program.run(inputs, watch, steps)
-        return traces[0]
+        return traces
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Compiled":
         before = self.quantized

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adalog.quantizers import UniformQuantizer
-from adalog.runtime import Compiled
+from adalog.runtime import Compiled, Trace
 
 FORMAT = 1
 
@@ -17,13 +17,18 @@ FORMAT = 1
 def vectors(model: Compiled, name: str, *inputs: Tensor) -> dict[str, bytes]:
     """Return the content of the files of one site for these inputs, by file name.
 
-    The .npy files hold the codes of both operands, the zero point or table that gives their integers, accumulators,
-    scales, bias and output; site.json describes them. Raises ValueError for a site that the model does not run in
-    integers.
+    The .npy files hold the values and codes of the operands, the zero point or table that gives their integers,
+    accumulators, scales, bias and output; site.json describes them. Raises ValueError for a site that the model does
+    not run in integers.
     """
-    trace = model.trace(name, *inputs)
+    return write_trace(model.trace(name, *inputs))
+
+
+def write_trace(trace: Trace) -> dict[str, bytes]:
+    """Return the content of the files of a traced site, by file name."""
     site = trace.site
     values: dict[str, Tensor] = {"left_codes": trace.left, "right_codes": trace.right, "output": trace.output}
+    values |= {f"{side}_values": value for side, value in zip(("left", "right"), trace.values, strict=False)}
     sides: dict[str, Any] = {}
     for side, quantizer in (("left", site.left), ("right", site.right)):
         if isinstance(quantizer, UniformQuantizer):
@@ -47,7 +52,8 @@ def vectors(model: Compiled, name: str, *inputs: Tensor) -> dict[str, bytes]:
         geometry = dict(zip(("stride", "padding", "dilation", "groups"), site.geometry, strict=True))
     description = {
         "format": FORMAT,
-        "site": name,
+        "site": site.name,
+        "node": site.node.name,
         "operation": site.node.op.removeprefix("aten.").split(".")[0],
         "convolution": geometry,
         **sides,
