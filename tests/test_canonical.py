@@ -128,6 +128,20 @@ def test_whitelisted_operations_on_tables_stay():
     assert "index" in ops(program)
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_table_in_float64_is_stored_as_the_float32_that_images_meet(stored):
+    """The kernels and exporters run in float32. Position tables of transformers' RT-DETR are made in float64."""
+
+    def function(model, x):
+        steps = model.steps if stored else torch.arange(6, dtype=torch.float64)
+        return model.head(x + (steps[:, None] / 3).sin().float())
+
+    model = Toy(function, head=nn.Linear(8, 5), steps=torch.arange(6, dtype=torch.float64)).eval()
+    program = check_capture(model, MORE_TOKENS)
+    assert {value.dtype for value in program.tensors.values()} == {torch.float32}
+    assert ops(program) == ["add", "linear"]
+
+
 # --- operations on images --------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,8 @@ in this order:
     choose_by_masks       x[mask] = y[mask]                  -> where(mask, y, x)
     store_parameters      a parameter computed from tensors  -> a stored tensor;   x W -> linear(x, W^T)
     multiply_as_real      view_as_real(view_as_complex(x) c), as in rotary positions -> products of real values
-    store_constants       a resize, or an operation outside the whitelist, of what no input reaches -> a stored tensor
+    store_constants       a resize, a cast from float64, or an operation outside the whitelist, of what no input reaches
+                                                             -> a stored tensor
     join_activations      x (1 + erf(x / sqrt 2)) / 2        -> gelu(x), and the same for others
     fold_batch_norms      batch_norm(conv(x))                -> conv(x), with other weights
 
@@ -694,13 +695,19 @@ def multiply_as_real(program: Program) -> Program:
 
 
 def store_constants(program: Program) -> Program:
-    """Compute what resizes and operations outside the whitelist make of constants alone, and store the results."""
+    """Compute what `store_constants` lists above from constants alone, and store the results.
+
+    Executors and exporters run in float32, so a table that the model computes in float64 is stored after its cast.
+    """
     constant = _constants(program)
     names = {
         node.name
         for node in program.nodes
         if node.name in constant and (node.op not in OPERATIONS or "upsample" in node.op)  # a resized position table
     }
+    casts = {node.name: node for node in program.nodes if node.name in constant and node.op == "aten.to.dtype"}
+    sources = _compute(program, constant, {name for node in casts.values() for name in node.refs()})
+    names |= {name for name, node in casts.items() if any(sources[ref].dtype == torch.float64 for ref in node.refs())}
     more, computed = names, dict[str, Any]()
     while more:  # what reads results that a program cannot store, such as lists and complex tensors, is computed too
         computed = _compute(program, constant, names)
