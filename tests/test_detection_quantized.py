@@ -73,6 +73,16 @@ def test_only_the_image_has_the_bits_of_images(quantized):
     assert bits == {"backbone": {4, 8}, "neck": {4}, "rpn": {4}, "box": {4}, "mask": {4}}
 
 
+def test_a_pin_applies_to_the_parts_that_have_its_sites():
+    pinned = replace(CONFIG, pinned=(("lateral.0", "w4"), ("logits", 6)))
+    parts = quantize(make(), batches(), pinned, parts=("neck", "box", "mask")).parts
+    bits = {f"{name}.{row.site}": row.right[0] for name in ("neck", "box", "mask") for row in parts[name].ledger}
+    assert (bits["neck.lateral.0"], bits["neck.lateral.1"], bits["box.linears.0"]) == ("4", "8", "8")
+    assert bits["box.logits"] == bits["mask.logits"] == "6"
+    with pytest.raises(ValueError, match=r"no site's name matches 'lateral\.0'"):
+        quantize(make(), batches(), pinned, parts=("box",))
+
+
 def values(output):
     return torch.cat([value.flatten() for value in ([output] if isinstance(output, torch.Tensor) else output)])
 

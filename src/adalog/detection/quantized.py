@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from adalog import artifact
 from adalog.calibration.calibration import Calibration, digest
+from adalog.calibration.operands import check_pinned
 from adalog.calibration.schedule import SERIAL, Resources
 from adalog.config import Config
 from adalog.detection.detector import HEADS, KINDS, Detector, Settings, check_names, kind_of
@@ -22,7 +24,7 @@ from adalog.errors import ArtifactError, CalibrationError, one_line
 from adalog.extras import extra_module
 from adalog.files import write_whole
 from adalog.graph.capture import Sizes, capture
-from adalog.graph.sites import find_sites
+from adalog.graph.sites import Site, find_sites
 from adalog.model import QuantizedModel, quickest
 from adalog.quantized import QuantizedProgram
 from adalog.stored import check_text, parse_json
@@ -64,18 +66,27 @@ def quantize_detector(
     count = min(*counts, len(images))
     few = {} if count == len(images) else record(detector, _first(batches, count))[0]
     parts_by_config: list[dict[str, QuantizedModel]] = [{} for _ in configs]
-    for name, part in detector.parts.items():
-        assert isinstance(part, nn.Module)
-        values, own = inputs.pop(name), [config_of(name, config) for config in configs]
-        if kind_of(name) in parts:
-            calibration = part_calibration(part, name, few.pop(name, values), values, seed=seed, memory=memory)
+    modules = {name: part for name, part in detector.parts.items() if isinstance(part, nn.Module)}
+    calibrations = {
+        name: part_calibration(part, name, few.pop(name, inputs[name]), inputs[name], seed=seed, memory=memory)
+        for name, part in modules.items()
+        if kind_of(name) in parts
+    }
+    for config in configs:
+        check_pinned(config, [site for calibration in calibrations.values() for site in calibration.sites])
+    for name, part in modules.items():
+        values, calibration = inputs.pop(name), calibrations.pop(name, None)
+        if calibration is not None:
+            own = [config_of(name, config, calibration.sites) for config in configs]
             if kind_of(name) in HEADS:
                 fitted = len(values[0])
                 own = [config.with_fitted_images(fitted) if config.images_fitted else config for config in own]
             models = [calibration.quantize(config, within(name, resources)) for config in own]
         else:
             program, example = capture(part, values, _sizes(name)), tuple(value[:0] for value in values)
-            refusals = {site.name: "stays float: its part was not chosen" for site in find_sites(program)}
+            sites = find_sites(program)
+            refusals = {site.name: "stays float: its part was not chosen" for site in sites}
+            own = [config_of(name, config, sites) for config in configs]
             models = [QuantizedModel(QuantizedProgram(program, config, (), refusals, {}, example)) for config in own]
         for quantized_parts, model in zip(parts_by_config, models, strict=True):
             model.note(part=name, calibration=digest([images[:count]]), images=count)
@@ -109,9 +120,14 @@ def check_parts(parts: Collection[str]) -> None:
         )
 
 
-def config_of(part: str, config: Config) -> Config:
-    """Return the config of a part. Only the backbone reads the image, so only it uses `input_bits`."""
-    return config if part == "backbone" else replace(config, input_bits=config.activation_bits)
+def config_of(part: str, config: Config, sites: Sequence[Site]) -> Config:
+    """Return the config of a part with these sites, without pins for the sites of other parts.
+
+    Only the backbone reads the image, so only it uses `input_bits`.
+    """
+    pinned = tuple(pin for pin in config.pinned if any(fnmatchcase(site.name, pin[0]) for site in sites))
+    input_bits = config.input_bits if part == "backbone" else config.activation_bits
+    return replace(config, pinned=pinned, input_bits=input_bits)
 
 
 def within(name: str, resources: Resources) -> Resources:

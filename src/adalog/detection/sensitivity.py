@@ -39,9 +39,10 @@ def sensitivities(
     for name, part in detector.parts.items():
         if kind_of(name) in parts:
             assert isinstance(part, nn.Module)
+            calibration = part_calibration(part, name, inputs[name], inputs[name], seed=seed, memory=memory)
             sensitivity_of[name] = sensitivity(
-                part_calibration(part, name, inputs[name], inputs[name], seed=seed, memory=memory),
-                config_of(name, config),
+                calibration,
+                config_of(name, config, calibration.sites),
                 judged[name],
                 widths,
                 within(name, resources),
