@@ -12,6 +12,7 @@ from PIL import Image
 
 import adalog
 from adalog import AdalogError, ArtifactError, hub
+from adalog.graph.program import Ref
 from adalog.inputs.zoo import DEMO_PREPROCESSING
 from stored import serialise
 
@@ -59,7 +60,7 @@ def test_the_card_says_what_is_in_the_file(folder, noted):
 
 def test_names_cannot_end_the_block_of_code(noted):
     row = dataclasses.replace(noted.ledger[0], site="a```\n# hostile")
-    card = hub.card(dataclasses.replace(noted.quantized, ledger=(row,)), 1, {}, prepared=True)
+    card = hub.card(dataclasses.replace(noted.quantized, ledger=(row,)), 1, {}, prepared=True, classifies=True)
     assert "\n# hostile" not in card
     assert card.count("```") % 2 == 0
 
@@ -178,6 +179,32 @@ def test_classes_without_names_have_numbers(noted, tmp_path):
             noted.save_pretrained(tmp_path, classes=names)
 
 
+def features(program):
+    norm = next(node for node in reversed(program.nodes) if node.op == "aten.layer_norm.default")
+    return Ref(norm.name)
+
+
+@pytest.mark.parametrize(
+    "output_of", [lambda program: {"boxes": program.output}, lambda program: (features(program), program.output)]
+)
+def test_a_folder_calls_no_other_model_a_classifier(noted, tmp_path, output_of):
+    program = noted.program
+    other = dataclasses.replace(noted.quantized, program=dataclasses.replace(program, output=output_of(program)))
+    adalog.QuantizedModel(other).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()) == {"model_type": "adalog"}
+    card = (tmp_path / "README.md").read_text()
+    assert "classification" not in card
+    assert "logits" not in card
+    assert 'output = model.compile("native")(images)' in card
+
+
+def test_names_for_a_model_without_logits_are_refused(noted, tmp_path):
+    tokens = next(node.name for node in noted.program.nodes if node.op == "aten.layer_norm.default")
+    other = dataclasses.replace(noted.quantized, program=dataclasses.replace(noted.program, output=Ref(tokens)))
+    with pytest.raises(ValueError, match=r"the model returns no logits \(N, classes\): leave it out"):
+        adalog.QuantizedModel(other).save_pretrained(tmp_path, classes=["cat", "dog"])
+
+
 def test_figures_that_are_none_leave_nothing_behind(noted, tmp_path):
     with pytest.raises(AttributeError):
         noted.save_pretrained(tmp_path / "model", figures=[("top-1", "90 %")])
@@ -218,6 +245,14 @@ def test_what_is_no_model_of_the_hub(tmp_path, folder):
         adalog.load(folder / hub.FILE, revision="v1")
     with pytest.raises(ValueError, match="is a folder: leave it out"):
         adalog.load(folder, revision="v1")
+
+
+def test_transformers_refuses_a_model_without_classes():
+    pytest.importorskip("transformers")
+    from adalog import pipeline
+
+    with pytest.raises(ArtifactError, match="names no classes, so it is not an image classifier"):
+        pipeline.AdalogForImageClassification.from_pretrained("x", config=pipeline.AdalogConfig())
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ from adalog import artifact
 from adalog.errors import AdalogError, ArtifactError, converting
 from adalog.extras import extra_module
 from adalog.files import write_whole, writing
-from adalog.graph.program import present_leaves
+from adalog.graph.program import Program, Ref, present_leaves
+from adalog.graph.sites import NORMS, find_source
 from adalog.ledger import float_lines, ledger_table
 from adalog.quantized import QuantizedProgram
 
@@ -31,7 +32,8 @@ def save(quantized: QuantizedProgram, folder: Path, classes: Sequence[str], figu
     for it. `QuantizedModel.save_pretrained` documents the arguments and errors.
     """
     names = _class_names(quantized, classes)
-    config: dict[str, Any] = {"architectures": [ARCHITECTURE], "model_type": MODEL_TYPE}
+    config: dict[str, Any] = {"architectures": [ARCHITECTURE]} if names else {}
+    config |= {"model_type": MODEL_TYPE}
     if names:
         config |= {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
     preprocessing = quantized.provenance.get("preprocessing")
@@ -43,7 +45,8 @@ def save(quantized: QuantizedProgram, folder: Path, classes: Sequence[str], figu
         if processor is not None:
             files[PREPROCESSING] = _json(processor)
     content = artifact.serialise(quantized)
-    files["README.md"] = card(quantized, len(content), figures or {}, prepared=PREPROCESSING in files)
+    prepared, classifies = PREPROCESSING in files, bool(names)
+    files["README.md"] = card(quantized, len(content), figures or {}, prepared=prepared, classifies=classifies)
     contents = {FILE: content, **{name: text.encode() for name, text in files.items()}}
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,15 +67,26 @@ def _class_names(quantized: QuantizedProgram, classes: Sequence[str]) -> list[st
     """Return a name for each logit, by default LABEL_0 and so on; the list is empty if the model has no logits."""
     output = logits_of(quantized.program.run_without_data(quantized.zeros(1, "meta")))
     count = output.shape[1] if isinstance(output, torch.Tensor) and output.ndim == 2 else 0
-    names = [f"LABEL_{index}" for index in range(count)] if not len(classes) else list(classes)
-    if isinstance(classes, str) or not all(isinstance(name, str) for name in names):
+    if isinstance(classes, str) or not all(isinstance(name, str) for name in classes):
         raise ValueError(f"classes = {classes!r} is not a list of names")
+    if not len(classes):
+        return [] if _returns_features(quantized.program) else [f"LABEL_{index}" for index in range(count)]
+    names = list(classes)
+    if not count:
+        raise ValueError(f"classes has {len(names)} names, but the model returns no logits (N, classes): leave it out")
     if len(names) != count or len(set(names)) != count:
         raise ValueError(
             f"classes has {len(names)} names, {len(set(names))} of them distinct: give a distinct name for each of "
             f"the {count} logits"
         )
     return names
+
+
+def _returns_features(program: Program) -> bool:
+    """Return True if the output that `logits_of` returns has another name than "logits", or comes out of a norm."""
+    output, first = program.output, logits_of(program.output)
+    other_name = isinstance(output, Mapping) and "logits" not in output
+    return other_name or (isinstance(first, Ref) and find_source(program, first.name).kind in NORMS.values())
 
 
 _PIPELINE = [
@@ -88,12 +102,15 @@ _PIPELINE = [
 ]
 
 
-def card(quantized: QuantizedProgram, size: int, figures: Mapping[str, str], *, prepared: bool) -> str:
+def card(
+    quantized: QuantizedProgram, size: int, figures: Mapping[str, str], *, prepared: bool, classifies: bool
+) -> str:
     """Return the text of the model card.
 
     size: bytes of the artifact. prepared: True if the folder has preprocessor_config.json, which transformers needs.
+    classifies: True if config.json names classes, which transformers' pipeline needs.
     """
-    floats = len(quantized.float_sites())
+    floats, output = len(quantized.float_sites()), "logits" if classifies else "output"
     facts = [
         f"- {len(quantized.ledger)} multiplications; {floats} of them stay float",
         f"- bits: {quantized.config.bits}",
@@ -109,7 +126,7 @@ def card(quantized: QuantizedProgram, size: int, figures: Mapping[str, str], *, 
         [
             "---",
             "library_name: adalog",
-            "pipeline_tag: image-classification",
+            *(["pipeline_tag: image-classification"] if classifies else []),
             "tags:",
             "- quantized",
             "- adalog",
@@ -132,10 +149,10 @@ def card(quantized: QuantizedProgram, size: int, figures: Mapping[str, str], *, 
             if "preprocessing" in quantized.provenance
             else "# The artifact does not record how to prepare images.",
             'model = adalog.load("hf:OWNER/NAME")      # or a folder; runs by fake quantization in float',
-            'logits = model.compile("native")(images)  # runs the products in integers',
+            f'{output} = model.compile("native")(images)  # runs the products in integers',
             "```",
             "",
-            *(_PIPELINE if prepared else []),
+            *(_PIPELINE if prepared and classifies else []),
             "## What is quantized",
             "",
             "```text",

@@ -273,7 +273,8 @@ class QuantizedModel(nn.Module):
 
         Args:
             folder: The folder to write. It is created if it does not exist.
-            classes: Names of the classes, in the order of the logits. Default: LABEL_0, LABEL_1 and so on.
+            classes: Names of the classes, in the order of the logits. Default: LABEL_0, LABEL_1 and so on for a
+                classifier, and none for a model that returns boxes, maps or features.
             figures: Measured results for the model card, by name, such as `{"top-1": "81 %"}`.
 
         Raises:

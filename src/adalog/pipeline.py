@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForImageClassification, Pretrained
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from adalog import hub
+from adalog.errors import ArtifactError
 from adalog.model import load, quickest
 
 
@@ -55,10 +56,16 @@ class AdalogForImageClassification(PreTrainedModel):  # type: ignore[no-untyped-
             The model, in evaluation mode.
 
         Raises:
-            ArtifactError: If the file is not a valid artifact, or if it cannot be read or downloaded.
+            ArtifactError: If the file is not a valid artifact, if it cannot be read or downloaded, or if the folder
+                names no classes.
         """
         revision = options.get("revision") or "main"
         config = options.get("config") or AdalogConfig.from_pretrained(name, revision=revision)
+        if hub.ARCHITECTURE not in (config.architectures or ()):
+            raise ArtifactError(
+                f"{name} names no classes, so it is not an image classifier: load it with adalog.load, or save it "
+                "again with save_pretrained(folder, classes=names)"
+            )
         runs, _, _ = quickest(load(hub.PREFIX + str(name), revision=revision), torch.get_num_threads())
         return cls(config, runs).train(False)
 
