@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
+from adalog import artifact
 from adalog.cli import detectors, main
 from adalog.cli.detectors import SHOWN
 from adalog.detection import demo
@@ -111,7 +112,7 @@ def test_an_image_of_another_size(file, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["inspect", "evaluate", "bench"])
+@pytest.mark.parametrize("command", ["inspect", "report", "bench"])
 def test_commands_for_models_name_those_for_detectors(file, monkeypatch, capsys, command):
     told = refusal(monkeypatch, capsys, command, file)
     assert "holds a detector, which only `adalog evaluate --coco` and `adalog detect` can use" in told
@@ -155,6 +156,10 @@ def test_the_demo(tmp_path, monkeypatch, capsys, captured_once):
             "evaluate demo:detector --coco x --data . --model demo --support y",
             "demo:detector is a detector, which does not support --model, --support: leave that out",
         ),
+        (
+            "inspect demo:detector",
+            "demo:detector is a detector, which this command does not support: give a classifier",
+        ),
         ("detect demo:detector nowhere.png", "nowhere.png cannot be read as an image"),
         ("detect demo:detector x.png --out x.gif", "x.gif must end in one of .png, .jpg"),
     ],
@@ -163,6 +168,14 @@ def test_bad_input_is_one_line_and_code_2(arguments, told, monkeypatch, capsys, 
     monkeypatch.chdir(tmp_path)
     assert told in refusal(monkeypatch, capsys, *arguments.split())
     assert not list(tmp_path.iterdir())
+
+
+def test_the_file_of_a_detector_needs_annotations(monkeypatch, capsys, tmp_path):
+    """Labels, which models need, would not help."""
+    header = json.dumps({"__metadata__": {artifact.DETECTOR: "{}"}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    words = refusal(monkeypatch, capsys, "evaluate", tmp_path / "x.safetensors", "--data", tmp_path)
+    assert "x.safetensors is a detector: give --coco instances.json and --data FOLDER" in words
 
 
 def test_too_few_images_for_the_stages(folder, monkeypatch, capsys, tmp_path):
@@ -232,7 +245,8 @@ def test_names_are_no_markup(one_seen, monkeypatch, capsys):
     said = say(monkeypatch, capsys, "detect", "demo:detector", one_seen, "-o", "drawn[b].png")
     assert "1 objects in x[/foo].png, drawn into drawn[b].png" in " ".join(said.split())
     assert "[red]" in said
-    table = detectors.ap_table("4 images of val[red]2017.json", [("", "x[/foo].json", dict.fromkeys(SHOWN, 0.5))])
+    rows = [(("x[/foo].json",), dict.fromkeys(SHOWN, 0.5))]
+    table = detectors.ap_table("4 images of val[red]2017.json", ["method"], rows)
     console = Console(file=io.StringIO(), width=200)
     console.print(table)
     assert all(words in console.file.getvalue() for words in ("4 images of val[red]2017.json", "x[/foo].json"))

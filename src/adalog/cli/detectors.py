@@ -147,12 +147,11 @@ def _prepare(detector: Detector, data: Path | None, counts: Sequence[int], seed:
 
 
 def is_chosen(file: Path, instances: Path | None, refused: Sequence[str]) -> bool:
-    """Return True for a detector, which is known by its name or by --coco; raise ValueError for `refused` options."""
-    by_name = zoo.names_detector(str(file))
-    if not by_name and instances is None:
+    """Return True for the name or the artifact of a detector; raise ValueError for `refused` options."""
+    if not zoo.names_detector(str(file)) and not (file.is_file() and is_detector(artifact.read(file))):
+        if instances is not None:
+            raise ValueError(f"--coco evaluates a detector, and {file} is not one: leave it out")
         return False
-    if not by_name and not is_detector(artifact.read(file)):
-        raise ValueError(f"--coco evaluates a detector, and {file} is not one: leave it out")
     if refused:
         raise ValueError(f"{file} is a detector, which does not support {', '.join(refused)}: leave that out")
     return True
@@ -192,7 +191,7 @@ def evaluate(
         results = [result for results in by_image for result in results]
         figures = coco.average_precision(annotated.told, results)
     record = {"file": str(file), "executor": executor, "images": len(annotated), "detections": len(results)}
-    table = ap_table(f"{len(annotated)} images of {instances}", [("", str(file), figures)])
+    table = ap_table(f"{file}, {len(annotated)} images of {instances}", [], [((), figures)])
     show(record | _rounded(figures), json_out, table)
 
 
@@ -220,7 +219,7 @@ def load_detector(
 def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs: int, json_out: str | None) -> None:
     """Quantize the bundled detector by several methods, and evaluate each result on held-out scenes."""
     configs = [(method, Config.preset(width, method)) for width in bits for method in methods]
-    rows: list[tuple[str, str, dict[str, float]]] = []
+    rows: list[tuple[Sequence[str], dict[str, float]]] = []
     extra_module("pycocotools.mask", "coco")  # fails before the long work if it is not installed
     detector = demo.load_detector()
     with progress_bar() as progress, quiet():
@@ -241,20 +240,20 @@ def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs:
         quantized = quantize_detector(detector, calibrating, only, resources, seed=seed)
         for (method, config), parts in zip(configs, quantized, strict=True):
             figures = evaluate_scenes(fastest(parts, jobs), f"{config.bits} {method}")
-            rows.append((config.bits, method, figures))
+            rows.append(((config.bits, method), figures))
     title = f"The bundled Swin Mask R-CNN, evaluated on {len(scenes)} held-out synthetic scenes"
-    table = ap_table(title, [("fp32", "", full), *rows])
-    json_rows = [{"bits": bits, "method": method} | _rounded(figures) for bits, method, figures in rows]
+    table = ap_table(title, ["bits", "method"], [(("fp32", ""), full), *rows])
+    json_rows = [{"bits": bits, "method": method} | _rounded(figures) for (bits, method), figures in rows]
     show({"fp32": _rounded(full), "rows": json_rows, "seed": seed}, json_out, table)
 
 
-def ap_table(title: str, rows: Sequence[tuple[str, str, dict[str, float]]]) -> Table:
-    """Return a table of average precision [%]. rows: (bits, method, figures) each."""
+def ap_table(title: str, heads: Sequence[str], rows: Sequence[tuple[Sequence[str], dict[str, float]]]) -> Table:
+    """Return a table of average precision [%]. heads: of the first columns. rows: (their cells, figures) each."""
     columns = views.numbers(*(name.replace("_ap", " AP") for name in SHOWN))
-    table = Table("bits", "method", *columns, title=escape(title))
-    for bits, method, figures in rows:
+    table = Table(*heads, *columns, title=escape(title))
+    for texts, figures in rows:
         cells = [figures[name] for name in SHOWN]
-        table.add_row(bits, escape(method), *("" if math.isnan(value) else f"{100 * value:.1f}" for value in cells))
+        table.add_row(*map(escape, texts), *("" if math.isnan(value) else f"{100 * value:.1f}" for value in cells))
     return table
 
 

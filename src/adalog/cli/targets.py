@@ -28,9 +28,15 @@ def source_of(target: str | None) -> str | None:
 
 
 def load_model(name: str, no_pretrained: bool, checkpoint: Path | None) -> zoo.LoadedModel:
-    """Load the full-precision model `name` while a spinner shows."""
+    """Load the full-precision model `name` while a spinner shows. Raises ValueError for the name of a detector."""
+    _refuse_detector(name)
     with waiting(f"loading {name}"):
         return zoo.load_model(name, pretrained=not no_pretrained, checkpoint=checkpoint)
+
+
+def _refuse_detector(name: str) -> None:
+    if names_detector(name):
+        raise ValueError(f"{name} is a detector, which this command does not support: give a classifier")
 
 
 def refuse_weights(target: str, no_pretrained: bool, checkpoint: Path | None) -> None:
@@ -43,8 +49,7 @@ def refuse_weights(target: str, no_pretrained: bool, checkpoint: Path | None) ->
 
 def find_calibration(target: str, data: Path | None, count: int, option: str | None = "--images") -> Tensor | ImageSet:
     """Return the images to select `count` from: the folder `data`, or the bundled ones. option: as in `check_count`."""
-    if names_detector(target):
-        raise ValueError(f"{target} is a detector, which this command does not support: give a classifier")
+    _refuse_detector(target)
     if data is None and target != "demo":
         raise DataError(
             f"{target} has no images of its own: give --data FOLDER with at least {count} images like its training data"
