@@ -472,6 +472,20 @@ def test_the_page_runs(monkeypatch, capsys, exported, vit, images):
         assert torch.equal(torch.as_tensor(got).argmax(1), wanted.argmax(1))
 
 
+@pytest.mark.parametrize("form", export.FORMS)
+def test_convolutions_that_quantize_a_value_equally_share_the_operand(images, form):
+    """PyTorch's exporter merges equal operators, as of maps of a detector that feed the next stage and its neck."""
+
+    def function(self, x):
+        maps = self.stem(x).relu()
+        return self.next(maps), self.neck(maps)
+
+    convolutions = {"stem": nn.Conv2d(1, 8, 3), "next": nn.Conv2d(8, 4, 3, 2), "neck": nn.Conv2d(8, 4, 1)}
+    few = images[:, :1, :8, :8]
+    config = replace(Config.preset("w8a8", "minmax"), images=4)
+    assert_certified(Calibration(Toy(function, **convolutions).eval(), few).quantize(config).quantized, form, few)
+
+
 def test_layers_that_are_called_again_and_outputs_that_are_none(images):
     """Of a module whose part has the name of a dict's method, alone and as a part of another module."""
 

@@ -14,7 +14,7 @@ from adalog.export.operands import OnnxEncoder
 from adalog.export.products import OnnxProduct, StoredWeight
 from adalog.export.qdq import QdqEncoder, QdqProduct
 from adalog.graph.operations import FAKE_QUANTIZE
-from adalog.graph.program import Node, present_leaves
+from adalog.graph.program import Node, Program, Ref, map_refs, present_leaves
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import Quantizer
 from adalog.runtime import compile_program
@@ -67,7 +67,7 @@ class ProgramModule(nn.Module):
 
     def __init__(self, quantized: QuantizedProgram, makers: Makers):
         super().__init__()
-        program = quantized.program
+        program = _share_quantizers(quantized.program)
         floats = [value for value in program.tensors.values() if value.is_floating_point()]
         dtypes = [value.dtype for value in floats if value.dtype != torch.float32]
         if dtypes:
@@ -119,6 +119,18 @@ class ProgramModule(nn.Module):
         tensors = {name: self.tensors.get_buffer(_path(name)) for name in self.program.tensors}
         outputs = replace(self.program, tensors=tensors).run(inputs, watch, self._called)
         return tuple(present_leaves(outputs))
+
+
+def _share_quantizers(program: Program) -> Program:
+    """Let sites that quantize a value equally share the operand, because PyTorch's exporter merges equal operators."""
+    firsts: dict[str, str] = {}
+    names: dict[str, str] = {}
+    for node in program.nodes:
+        if node.op == FAKE_QUANTIZE:
+            fields = program.quantizers[str(node.args[1])].fields()
+            names[node.name] = firsts.setdefault(repr((node.args[0], fields)), node.name)
+    output = map_refs(program.output, lambda ref: Ref(names.get(ref.name, ref.name)))
+    return replace(program, nodes=tuple(node.rename(names) for node in program.nodes), output=output).prune()
 
 
 def _apart(sites: Sequence[IntegerSite]) -> list[IntegerSite]:
