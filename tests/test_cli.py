@@ -252,7 +252,10 @@ def test_inspect_a_model(own, tmp_path, monkeypatch, capsys):
 def test_inspect_tells_what_does_not_fold(own, monkeypatch, capsys):
     lines = say(monkeypatch, capsys, "inspect", f"{own}:refused").splitlines()
     assert "not folded: norm: it also feeds add.Tensor in the model" in lines
-    assert "in float32, because they do not multiply two tensors: add x 1, layer_norm x 1" in lines
+    assert (
+        "in float32, because adalog quantizes only linears, convolutions and matrix products: add x 1, layer_norm x 1"
+        in lines
+    )
 
 
 @pytest.mark.slow

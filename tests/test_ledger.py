@@ -11,5 +11,5 @@ def test_names_with_the_same_reason_share_a_line():
         "not folded: norm0, norm1, norm2 and 2 more: this method does not fold norms",
         "not folded: norm9: it also feeds add.Tensor in blocks.0",
         "stays float: a.qk, b.qk, c.qk: its left operand is a stored tensor",
-        "in float32, because they do not multiply two tensors: add x 1, softmax x 2",
+        "in float32, because adalog quantizes only linears, convolutions and matrix products: add x 1, softmax x 2",
     ]

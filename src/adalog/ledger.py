@@ -77,7 +77,7 @@ def float_lines(refusals: Mapping[str, str], operations: Mapping[str, int]) -> l
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         lines.append(f"{what}: {', '.join(names[:_NAMED])}{more}: {reason}")
     summary = ", ".join(f"{name} x {count}" for name, count in sorted(operations.items()))
-    return [*lines, f"in float32, because they do not multiply two tensors: {summary}"]
+    return [*lines, f"in float32, because adalog quantizes only linears, convolutions and matrix products: {summary}"]
 
 
 # How text names the errors of outputs. Above the number, the summary says what lowers the error. A correction lowers
