@@ -69,6 +69,7 @@ def run(*arguments, main=main, cwd=None, code=0, prepare=None):
 def _inside(monkeypatch, capsys, arguments, main):
     """The exit code of `adalog ARGUMENTS` in this process, and what it wrote to the two outputs."""
     monkeypatch.setattr(sys, "argv", ["adalog", *map(str, arguments)])
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", "")  # not the name of a module that `python -m` runs
     with pytest.raises(SystemExit) as stopped:
         main()
     return stopped.value.code, *capsys.readouterr()
