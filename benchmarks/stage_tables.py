@@ -22,7 +22,7 @@ CURRENT = {
 }
 # Trainings with and without mixed images, from one start. `Reconstruction` mixed images before commit 893f243.
 MIXED = {
-    "DeiT-T": tuple(f"reconstruct-deit_tiny-{kind}" for kind in ("unmixed", "mixed", "mixed-faster")),
+    "DeiT-T": tuple(f"reconstruct-deit_tiny-{kind}" for kind in ("unmixed", "mixed", "faster", "mixed-faster")),
     "TinyViT": ("reconstruct-tiny_vit-mixed",),
     "the bundled ViT": tuple(f"reconstruct-bundled-{kind}" for kind in ("unmixed", "mixed")),
 }
@@ -95,7 +95,7 @@ def mixed_table() -> str:
         rows = [("the start: correction", "", "", row) for row in starts]
         for result in results:
             training = result["training"]
-            kinds = ("training", f"{training['mixed']:g}", f"{training['rate']:g}")
+            kinds = ("training", f"{training.get('mixed', 0):g}", f"{training['rate']:g}")
             rows += [(*kinds, row) for row in result["rows"] if row["stage"] == "end-to-end-alone"]
         for *kind, row in rows:
             shares = [f"{100 * row[name]:.1f} %" for name in ("top1", "agreement")]
