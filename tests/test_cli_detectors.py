@@ -160,6 +160,7 @@ def test_the_demo(tmp_path, monkeypatch, capsys, captured_once):
             "inspect demo:detector",
             "demo:detector is a detector, which this command does not support: give a classifier",
         ),
+        ("evaluate no.safetensors --coco x --data .", "no.safetensors cannot be read: No such file or directory"),
         ("detect demo:detector nowhere.png", "nowhere.png cannot be read as an image"),
         ("detect demo:detector x.png --out x.gif", "x.gif must end in one of .png, .jpg"),
     ],

@@ -148,7 +148,8 @@ def _prepare(detector: Detector, data: Path | None, counts: Sequence[int], seed:
 
 def is_chosen(file: Path, instances: Path | None, refused: Sequence[str]) -> bool:
     """Return True for the name or the artifact of a detector; raise ValueError for `refused` options."""
-    if not zoo.names_detector(str(file)) and not (file.is_file() and is_detector(artifact.read(file))):
+    reads = instances is not None or file.is_file()
+    if not zoo.names_detector(str(file)) and not (reads and is_detector(artifact.read(file))):
         if instances is not None:
             raise ValueError(f"--coco evaluates a detector, and {file} is not one: leave it out")
         return False
