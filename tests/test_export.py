@@ -486,6 +486,22 @@ def test_convolutions_that_quantize_a_value_equally_share_the_operand(images, fo
     assert_certified(Calibration(Toy(function, **convolutions).eval(), few).quantize(config).quantized, form, few)
 
 
+def test_batches_may_have_different_sizes(images):
+    """A model of any size takes them; sites are compared on the first images of one size."""
+
+    def function(self, x):
+        return self.last(self.conv(x).relu().mean((2, 3)))
+
+    model = Toy(function, conv=nn.Conv2d(1, 4, 3), last=nn.Linear(4, 5)).eval()
+    config = replace(Config.preset("w8a8", "minmax"), images=4)
+    quantized = Calibration(model, images[:, :1, :8, :8], sizes="free").quantize(config).quantized
+    content = written.to_onnx(quantized, "integer", "digest")
+    batches = [(images[:2, :1, :size, :size],) for size in (8, 12, 8)]
+    certificate = certify(quantized, "digest", content, batches, executor="reference")
+    assert certificate.passed, certificate.failures
+    assert certificate.images == 6
+
+
 def test_layers_that_are_called_again_and_outputs_that_are_none(images):
     """Of a module whose part has the name of a dict's method, alone and as a part of another module."""
 

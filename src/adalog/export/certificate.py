@@ -237,13 +237,13 @@ def compare_batches(
     """Compare the outputs on all images, and every site on the first ones; write the results to the certificate.
 
     compiled: the artifact. run: returns the file's outputs for a batch. inspect: compares every site on a batch, given
-    the executor's codes. Raises ValueError if there are no images.
+    the executor's codes; it gets only images of the first one's size. Raises ValueError if there are no images.
     """
     answers, firsts = list[Answers](), list[list[Tensor]]()
     count = 0
     for batch in batches:
         answers.append(pair(present_leaves(compiled(*batch)), run(batch)))
-        if count < SITE_IMAGES:
+        if count < SITE_IMAGES and _shapes(batch) == _shapes((firsts or [batch])[0]):
             firsts.append([value[: SITE_IMAGES - count] for value in batch])
         count += len(batch[0])
     if not count:
@@ -254,6 +254,10 @@ def compare_batches(
     own = pair(present_leaves(compiled(*few)), present_leaves(compiled.quantized.program.run(move(few))))
     certificate.own_error = float(relative_errors([own]).median())
     judge(certificate, answers)
+
+
+def _shapes(batch: Sequence[Tensor]) -> list[torch.Size]:
+    return [value.shape[1:] for value in batch]
 
 
 def move(inputs: Sequence[Tensor]) -> list[Tensor]:
