@@ -55,6 +55,10 @@ SEARCHES = [fpcs, alternating, brute_force]
 every_search = pytest.mark.parametrize("search", SEARCHES, ids=lambda search: search.__name__)
 
 
+def test_the_last_hyperparameter_of_a_grid_runs_fastest():
+    assert grid(*box((0, 1), (10, 30)), (2, 3)).tolist() == [[a, b] for a in (0.0, 1.0) for b in (10.0, 20.0, 30.0)]
+
+
 def test_grid_of_groups_has_each_group_its_own_box():
     low, high = torch.tensor([[0.0, 5.0]]), torch.tensor([[1.0, 9.0]])
     assert grid(low, high, (3,)).tolist() == [[[0.0, 5.0]], [[0.5, 7.0]], [[1.0, 9.0]]]
