@@ -98,13 +98,14 @@ def test_symmetric_zero_point(width):
 def test_bounds_to_uniform_keeps_zero_and_spans_the_bounds(bits, lower, length, dtype):
     lower = torch.tensor(lower, dtype=dtype)
     upper = lower + length
+    ends = torch.stack([lower, upper])
     scale, zero_point = bounds_to_uniform(lower, upper, bits)
+    assert torch.equal(torch.stack([lower, upper]), ends)  # they are not modified
     assert scale > 0
     assert torch.equal(zero_point, zero_point.round())
     assert 0 <= zero_point < 2**bits
     assert uniform_fake_quantize(torch.zeros(1, dtype=dtype), scale, zero_point, bits).tolist() == [0]
     # Zero's place on the grid moves the ends by up to half a step.
-    ends = torch.stack([lower, upper])
     error = (uniform_fake_quantize(ends, scale, zero_point, bits) - ends).abs()
     assert bool((error <= scale * (0.5 + 1e-4)).all())
 
