@@ -81,6 +81,8 @@ def test_a_pin_applies_to_the_parts_that_have_its_sites():
     assert bits["box.logits"] == bits["mask.logits"] == "6"
     with pytest.raises(ValueError, match=r"no site's name matches 'lateral\.0'"):
         quantize(make(), batches(), pinned, parts=("box",))
+    with pytest.raises(ValueError, match=r"no site's name matches 'lateral\.0'"):
+        sensitivities(make(), batches(), batches(), pinned, [4], parts=("box",))
 
 
 def values(output):

@@ -243,7 +243,7 @@ def compare_batches(
     count = 0
     for batch in batches:
         answers.append(pair(present_leaves(compiled(*batch)), run(batch)))
-        if count < SITE_IMAGES and _shapes(batch) == _shapes((firsts or [batch])[0]):
+        if count < SITE_IMAGES and _shapes(batch) == _shapes(firsts[0] if firsts else batch):
             firsts.append([value[: SITE_IMAGES - count] for value in batch])
         count += len(batch[0])
     if not count:
