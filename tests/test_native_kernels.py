@@ -70,7 +70,7 @@ def test_rows_have_their_places(level, columns, count, data):
 
 @every_level
 @few
-@given(st.sampled_from([1, 15, 31, 70, 255, 500]), st.sampled_from(["even", "crowded", "far", "tiny"]), bits, seeds)
+@given(st.sampled_from([0, 1, 15, 31, 70, 255, 500]), st.sampled_from(["even", "crowded", "far", "tiny"]), bits, seeds)
 def test_functions_of_few_values(level, count, spread, width, seed):
     """On thresholds, beside them, between them and far beyond, however close they lie to each other."""
     generator = torch.Generator().manual_seed(seed)
