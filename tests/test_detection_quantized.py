@@ -177,7 +177,7 @@ def test_each_operand_is_judged_by_its_part():
         calibration = whole.part_calibration(
             detector.parts[name], name, inputs[name], inputs[name], seed=0, memory=1 << 30
         )
-        assigned = calibration.assign(whole.config_of(name, config))
+        assigned = calibration.assign(whole.config_of(name, config, calibration.sites))
         row = next(row for row in part.rows if row.operand == "weight")
         (alone,) = ([(group, replace(each, left=None))] for group, each in assigned if group.name == row.unit)
         with torch.no_grad():
