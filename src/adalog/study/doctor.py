@@ -15,7 +15,20 @@ from adalog.version import source_hash
 NEEDED = ("adalog", "torch", "numpy", "safetensors")
 OPTIONAL = ("timm", "torchvision", "transformers", "onnx", "onnxruntime", "openvino", "nncf", "executorch")
 # The processor features that kernels use, as Linux names them.
-FEATURES = "avx2 fma avx_vnni avx512f avx512bw avx512vl avx512_vnni avx512_bf16 amx_int8 amx_bf16 asimddp i8mm"
+FEATURES = (
+    "avx2",
+    "fma",
+    "avx_vnni",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_int8",
+    "amx_bf16",
+    "asimddp",
+    "i8mm",
+)
 
 
 def examine() -> dict[str, Any]:
@@ -71,7 +84,7 @@ def processor() -> str:
 def features() -> list[str] | None:
     """Return the `FEATURES` that the processor has; None if the system does not list them."""
     flags = (_cpuinfo("flags") or _cpuinfo("Features")).split()  # the names on x86-64 and on ARM
-    return [name for name in FEATURES.split() if name in flags] if flags else None
+    return [name for name in FEATURES if name in flags] if flags else None
 
 
 def _cpuinfo(key: str) -> str:
