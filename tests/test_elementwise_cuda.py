@@ -73,9 +73,9 @@ def with_and_without(run, *values):
 
 def assert_as_pytorch(run, *values):
     """The results are equal to the bit; the interpreter rounds to bfloat16 by leaving out bits."""
-    for found, there in zip(*with_and_without(run, *values), strict=True):
-        near = torch.finfo(torch.bfloat16).eps if INTERPRETED and found.dtype == torch.bfloat16 else 0.0
-        torch.testing.assert_close(found, there, rtol=near, atol=near * 1e-30, equal_nan=True)
+    for one, other in zip(*with_and_without(run, *values), strict=True):
+        near = torch.finfo(torch.bfloat16).eps if INTERPRETED and one.dtype == torch.bfloat16 else 0.0
+        torch.testing.assert_close(one, other, rtol=near, atol=near * 1e-30, equal_nan=True)
 
 
 # (shape of the values, dimensions with parameters of their own)

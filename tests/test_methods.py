@@ -72,7 +72,7 @@ def test_every_family_is_quantized_and_stored(calibrations, family, method):
     assert all(math.isfinite(row.sqnr) and row.sqnr > 0 for row in model.ledger)
     stored = QuantizedModel(deserialise(serialise(model.quantized)))
     with torch.no_grad():
-        outputs, again = (values(each(zoo.IMAGES)) for each in (model, stored))
+        outputs, again = (values(network(zoo.IMAGES)) for network in (model, stored))
     assert all(torch.equal(one, other) for one, other in zip(outputs, again, strict=True))
     assert all(bool(torch.isfinite(value).all()) for value in outputs)
 

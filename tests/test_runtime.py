@@ -194,8 +194,8 @@ def test_concurrent_calls(executor, quantized, images):
     model = quantized.compile(executor, threads=2 if executor == "native" else None)
     wanted = [model(images[: 1 + i % 4]) for i in range(8)]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda i: model(images[: 1 + i % 4]), range(64)))
-    assert all(map(torch.equal, found, wanted * 8))
+        outputs = list(pool.map(lambda i: model(images[: 1 + i % 4]), range(64)))
+    assert all(map(torch.equal, outputs, wanted * 8))
 
 
 def test_scratch_memory_outlives_inference_mode(quantized, images):
